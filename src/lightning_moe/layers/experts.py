@@ -1,0 +1,110 @@
+"""The routed experts: all the matrices of one layer, stacked, wherever their rows come from."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_moe.dispatch import Dispatcher, LocalDispatcher
+from lightning_moe.ops.rows import accumulation_dtype
+from lightning_moe.overlap import chunked_experts
+from lightning_moe.recompute import RoutedMode
+
+
+class GroupedExperts(nn.Module):
+    """SwiGLU experts with stacked weights, in Hugging Face's layout and under its names.
+
+    ``y = sum_k w_k down_k(silu(gate_k x) * up_k x)`` over the K experts of each token.
+
+    On one process it computes every expert here. A strategy shards the two weights on dim 0 over the expert-parallel
+    group and calls :meth:`distribute`; the same forward then serves tokens and experts of the whole group.
+
+    Args:
+        num_experts: E, over all ranks.
+        hidden_size: H.
+        intermediate_size: F.
+        init_std: Standard deviation of the weights' normal initialization.
+
+    Attributes:
+        gate_up_proj: ``[E, 2F, H]``, the gate's F rows, then the up projection's.
+        down_proj: ``[E, H, F]``.
+
+    """
+
+    def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int, init_std: float = 0.02) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.init_std = init_std
+        self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, hidden_size))
+        self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
+        self.distribute(LocalDispatcher())
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.gate_up_proj, std=self.init_std)
+        nn.init.normal_(self.down_proj, std=self.init_std)
+
+    def distribute(
+        self,
+        dispatcher: Dispatcher,
+        num_chunks: int = 1,
+        mode: RoutedMode = "none",
+        weight_grad_scale: float = 1.0,
+    ) -> None:
+        """Choose how tokens reach the experts.
+
+        Args:
+            dispatcher: Moves rows between the ranks that share the experts.
+            num_chunks: Chunks that the local tokens are cut into; 1 is native expert parallelism.
+            mode: What backward recomputes.
+            weight_grad_scale: Factor on the weights' gradients. They hold the sum over the group's tokens; with a loss that
+                is a mean over ranks, ``1 / dispatcher.size`` makes it the group's mean.
+
+        """
+        if num_chunks < 1:
+            raise ValueError(f"Expected argument `num_chunks` to be at least 1 but got {num_chunks}.")
+        self.dispatcher = dispatcher
+        self.num_chunks = num_chunks
+        self.mode: RoutedMode = mode
+        self.weight_grad_scale = weight_grad_scale
+
+    def forward(self, tokens_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
+        """The weighted sum of each token's experts.
+
+        Args:
+            tokens_TH: ``[T, H]``, local tokens.
+            weights_TK: ``[T, K]``, routing weights.
+            ids_TK: ``[T, K]`` integer, each token's experts, without repetition; ``-1`` for none.
+
+        Returns:
+            ``[T, H]``, in the dtype that the experts compute in.
+
+        """
+        plans = self.dispatcher.plan(ids_TK, self.num_experts, self.num_chunks)
+        gate_up_e2FH, down_eHF = _local(self.gate_up_proj), _local(self.down_proj)
+        dtype = gate_up_e2FH.dtype
+        if torch.is_autocast_enabled(tokens_TH.device.type):
+            dtype = torch.get_autocast_dtype(tokens_TH.device.type)
+        return chunked_experts(
+            tokens_TH.to(dtype),
+            weights_TK.to(accumulation_dtype(dtype)),
+            gate_up_e2FH.to(dtype),
+            down_eHF.to(dtype),
+            self.dispatcher,
+            plans,
+            self.mode,
+            self.weight_grad_scale,
+        )
+
+    def extra_repr(self) -> str:
+        num_experts, hidden_size, intermediate_size = self.down_proj.shape
+        return (
+            f"num_experts={num_experts}, hidden_size={hidden_size}, intermediate_size={intermediate_size},"
+            f" num_chunks={self.num_chunks}, mode={self.mode}"
+        )
+
+
+def _local(weight: Tensor) -> Tensor:
+    """This rank's experts: differentiable, and the tensor itself where it is not distributed."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight

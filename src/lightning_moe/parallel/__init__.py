@@ -1,0 +1,1 @@
+"""A model in, an expert-parallel model out: mesh, sharding, gradients."""

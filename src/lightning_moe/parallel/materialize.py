@@ -1,0 +1,118 @@
+"""Giving values to a model that was built on the meta device and sharded there.
+
+No process ever holds more than its shards and one module's own parameters. A module is initialized whole, with the same
+random numbers on every rank, and each rank keeps its part: the result does not depend on how the model is sharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from lightning_moe.layers import GroupedExperts
+
+Initialize = Callable[[nn.Module], object]
+
+
+@torch.no_grad()
+def materialize(model: nn.Module, device: torch.device) -> None:
+    """Allocate and initialize every module that has meta tensors; a model without any is left as it is. Collective.
+
+    A module is initialized by Hugging Face's ``_init_weights`` of the model it belongs to, or else by its own
+    ``reset_parameters``. Rank 0's random state decides the values.
+
+    Args:
+        model: A model that :func:`~lightning_moe.parallel.apply.parallelize` sharded.
+        device: Where its tensors go.
+
+    Raises:
+        TypeError: A module has parameters or buffers that nothing initializes.
+
+    """
+    if not any(tensor.is_meta for tensor in _tensors(model)):
+        return
+    aliases = _aliases(model)
+    model.to_empty(device=device)
+    for owner, name, first_owner, first_name in aliases:  # `to_empty` gave tied parameters a tensor each
+        setattr(owner, name, getattr(first_owner, first_name))
+    seed = torch.randint(2**31, (1,)).to(device)
+    dist.broadcast(seed, 0)
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(int(seed.item()))
+        for name, module, initialize in _initializers(model):
+            _initialize_whole(name, module, initialize)
+
+
+def _initializers(model: nn.Module) -> Iterator[tuple[str, nn.Module, Initialize | None]]:
+    """Every module that owns tensors, with what initializes it."""
+
+    def visit(
+        name: str, module: nn.Module, inherited: Initialize | None
+    ) -> Iterator[tuple[str, nn.Module, Initialize | None]]:
+        inherited = getattr(module, "_init_weights", inherited)
+        if next(_tensors(module, recurse=False), None) is not None:
+            ours = isinstance(module, GroupedExperts) or inherited is None
+            yield name, module, _reset if ours and hasattr(module, "reset_parameters") else inherited
+        for child_name, child in module.named_children():
+            yield from visit(f"{name}.{child_name}" if name else child_name, child, inherited)
+
+    yield from visit("", model, None)
+
+
+def _reset(module: Any) -> None:
+    module.reset_parameters()
+
+
+def _initialize_whole(name: str, module: nn.Module, initialize: Initialize | None) -> None:
+    """Initialize a module with whole tensors in place of its shards, then keep this rank's part of them."""
+    shards = {
+        key: parameter for key, parameter in module.named_parameters(recurse=False) if isinstance(parameter, DTensor)
+    }
+    for key, shard in shards.items():
+        whole = torch.empty(shard.shape, dtype=shard.dtype, device=shard.device)
+        module._parameters[key] = nn.Parameter(whole, requires_grad=shard.requires_grad)
+    for tensor in _tensors(module, recurse=False):
+        if tensor.is_floating_point():
+            tensor.fill_(float("nan"))  # what stays NaN was not initialized
+    if initialize is not None:
+        initialize(module)
+    left = [key for key, tensor in _named_tensors(module) if tensor.is_floating_point() and bool(tensor.isnan().any())]
+    if left:
+        raise TypeError(
+            f"`{name}` (`{type(module).__name__}`) was built on the meta device, but nothing initializes its"
+            f" {', '.join(map(repr, left))}. Give the module a `reset_parameters()` method, or build it on a real device."
+        )
+    for key, shard in shards.items():
+        whole = module.get_parameter(key).detach()
+        mine = distribute_tensor(whole, shard.device_mesh, shard.placements, src_data_rank=None)
+        shard.to_local().copy_(mine.to_local())
+        module._parameters[key] = shard
+
+
+def _aliases(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module, str]]:
+    """Parameters that several modules share: each further holder, and the first."""
+    first: dict[int, tuple[nn.Module, str]] = {}
+    aliases = []
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) in first:
+                aliases.append((module, name, *first[id(parameter)]))
+            first.setdefault(id(parameter), (module, name))
+    return aliases
+
+
+def _named_tensors(module: nn.Module, recurse: bool = False) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(recurse=recurse)
+    yield from module.named_buffers(recurse=recurse)
+
+
+def _tensors(module: nn.Module, recurse: bool = True) -> Iterator[Tensor]:
+    return (tensor for _, tensor in _named_tensors(module, recurse))

@@ -1,0 +1,5 @@
+"""What is recomputed in backward instead of being kept."""
+
+from lightning_moe.recompute.policy import RecomputePolicy, RoutedMode
+
+__all__ = ["RecomputePolicy", "RoutedMode"]

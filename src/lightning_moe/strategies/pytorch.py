@@ -1,0 +1,133 @@
+"""The Trainer flavour of :class:`~lightning_moe.ChunkedEPStrategy`."""
+
+from __future__ import annotations
+
+from contextlib import _GeneratorContextManager
+from pathlib import Path
+from typing import Any
+
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_moe._compat import (
+    PYTORCH_REGISTRY,
+    PytorchModelParallelStrategy,
+    PytorchPrecision,
+    PytorchStrategy,
+    StochasticWeightAveraging,
+    Trainer,
+    TrainerFn,
+    WeightAveraging,
+    optimizers_to_device,
+    rank_zero_info,
+)
+from lightning_moe.parallel.gradients import clip_grad_norm_
+from lightning_moe.strategies.core import ExpertParallel, is_parallelized, no_gradient_sync, roots_below
+
+
+class ChunkedEPStrategy(ExpertParallel, PytorchModelParallelStrategy):
+    """:class:`lightning_moe.ChunkedEPStrategy` for the ``Trainer`` only: to subclass, or where the flavour is known."""
+
+    @override
+    def _init_framework(self, **options: Any) -> None:
+        PytorchModelParallelStrategy.__init__(self, **options)
+
+    @property
+    @override
+    def precision_plugin(self) -> PytorchPrecision:
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    @override
+    def precision_plugin(self, precision_plugin: PytorchPrecision | None) -> None:
+        if precision_plugin is not None:
+            self._check_precision(precision_plugin.precision)
+        self._precision_plugin = precision_plugin
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}  # every rank has its own data
+
+    @override
+    def setup_environment(self) -> None:
+        PytorchStrategy.setup_environment(self)
+        self._setup_distributed()
+        if self._settings.expert_parallel_size != "auto":
+            self._open_mesh(self.root_device.type, self.world_size, self.num_processes, [])
+            self._publish_mesh()
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None
+        assert self.model is not None
+        _refuse(trainer)
+        self.accelerator.setup(trainer)
+        if not is_parallelized(self.model):
+            self.model = self.precision_plugin.convert_module(self.model)
+        fresh = self._parallelize(
+            self.model,
+            roots_below(self.model),
+            self.precision_plugin.precision,
+            self.root_device,
+            self.world_size,
+            self.num_processes,
+        )
+        self._publish_mesh()
+        if fresh:
+            self.model_to_device()  # buffers and metrics that no sharded module holds
+            rank_zero_info(str(self.report))
+        self.barrier()
+
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if fitting:
+            optimizers_to_device(self.optimizers, self.root_device)
+
+    @override
+    def setup_precision_plugin(self) -> None:
+        # The Trainer clips through its precision plugin, which sees only the optimizer. The method is replaced on the
+        # instance: the plugin's class name is a key of the checkpoint.
+        self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
+        super().setup_precision_plugin()
+
+    @override
+    def block_backward_sync(self) -> _GeneratorContextManager[None]:
+        assert self.model is not None
+        return no_gradient_sync(self.model)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        weights_only = self._weights_only if weights_only is None else weights_only  # the Trainer drops its own
+        return super().load_checkpoint(checkpoint_path, weights_only)
+
+    def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        clip_grad_norm_(self.precision_plugin.main_params(optimizer), clip_val)
+
+    def _publish_mesh(self) -> None:
+        """Let the strategy's and the LightningModule's ``device_mesh`` answer."""
+        assert self._moe_mesh is not None
+        assert self.lightning_module is not None
+        self._device_mesh = self.lightning_module._device_mesh = self._moe_mesh.mesh
+
+
+def _refuse(trainer: Trainer) -> None:
+    """What cannot work with sharded weights is refused, with the reason."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
+            raise TypeError(
+                f"`{type(callback).__name__}` averages whole weights, which no rank has under `ChunkedEPStrategy`."
+                " Remove the callback."
+            )
+    if trainer._detect_anomaly:
+        raise ValueError(
+            "`Trainer(detect_anomaly=True)` does not work with sharded parameters (DTensor has no rule for its NaN check)."
+            " Turn it off, or look for the NaN on one device with another strategy."
+        )
+
+
+PYTORCH_REGISTRY.register(
+    "chunked_ep", ChunkedEPStrategy, description="Expert parallelism in overlapped chunks of tokens"
+)
