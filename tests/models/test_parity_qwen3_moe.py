@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.models import batch, computing_in, full, loss_of, qwen3_moe, relative_error
-from helpers.processes import run
 from lightning.fabric import Fabric
 
+from helpers.models import batch, computing_in, full, loss_of, qwen3_moe, relative_error
+from helpers.processes import run
 from lightning_moe import ChunkedEPStrategy, RecomputePolicy
 
 LAYOUTS = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (4, 2)]
@@ -27,26 +27,28 @@ def reference(world_size: int, dtype: torch.dtype, **overrides):
     return [loss.item() for loss in losses], {name: p.grad for name, p in model.named_parameters()}
 
 
-def sharded_gradients(ep_size: int, edp_size: int, dtype: torch.dtype, cases: list, overrides: dict):
+def sharded_gradients(accelerator: str, ep_size: int, edp_size: int, dtype: torch.dtype, cases: list, overrides: dict):
     """One rank's part of the same under the strategy, for each (number of chunks, mode)."""
     results = {}
     for num_chunks, mode in cases:
         policy = RecomputePolicy(routed=mode)
         strategy = ChunkedEPStrategy(expert_parallel_size=ep_size, num_chunks=num_chunks, recompute=policy)
-        fabric = Fabric(accelerator="cpu", devices=ep_size * edp_size, strategy=strategy, precision=PRECISION[dtype])
+        precision = PRECISION[dtype]
+        fabric = Fabric(accelerator=accelerator, devices=ep_size * edp_size, strategy=strategy, precision=precision)
         fabric.launch()
         model = fabric.setup(qwen3_moe(dtype, **overrides))
         with computing_in(dtype):
-            loss = loss_of(model, batch(fabric.global_rank), fabric.global_rank)
+            loss = loss_of(model, batch(fabric.global_rank).to(fabric.device), fabric.global_rank)
             fabric.backward(loss)
         gradients = {name: full(p.grad) for name, p in model.module.named_parameters()}
         results[num_chunks, mode] = loss.item(), gradients if fabric.global_rank == 0 else None
     return results
 
 
-def check(layout, dtype: torch.dtype, cases: list, **overrides) -> None:
+def check(layout, dtype: torch.dtype, cases: list, device: str = "cpu", **overrides) -> None:
     world_size = layout[0] * layout[1]
-    by_rank = run(sharded_gradients, world_size, *layout, dtype, cases, overrides, init=False)
+    arguments = (device, *layout, dtype, cases, overrides)
+    by_rank = run(sharded_gradients, world_size, *arguments, device=device, init=False)
     losses, expected = reference(world_size, dtype, **overrides)
     for case in cases:
         for result, loss in zip(by_rank, losses, strict=True):
@@ -78,3 +80,12 @@ def test_tied_embeddings():
 
 def test_more_chunks_than_tokens():
     check((2, 1), torch.float64, [(30, "none"), (30, "full")])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+@pytest.mark.parametrize("layout", [(1, 1), (2, 1), (1, 2)], ids=lambda layout: f"ep{layout[0]}-edp{layout[1]}")
+def test_gradients_on_gpus(layout, dtype):
+    """The same over NCCL and CUDA streams."""
+    if torch.cuda.device_count() < layout[0] * layout[1]:
+        pytest.skip(f"needs {layout[0] * layout[1]} GPUs")
+    check(layout, dtype, [(num_chunks, mode) for num_chunks in CHUNKS for mode in MODES], device="cuda")

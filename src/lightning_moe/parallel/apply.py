@@ -81,9 +81,8 @@ def refuse_wrapped(model: nn.Module) -> None:
 def parallelize(roots: Iterable[nn.Module], blocks: list[Block], how: Parallelism) -> None:
     """Shard a model in place.
 
-    Experts go on dim 0 over the expert-parallel ranks, then with FSDP2 on dim 1 over the ranks that hold the same experts
-    (dim 1, so that both shardings stay plain ones). Everything else goes with FSDP2 over the world, one unit a decoder
-    layer, then one for each root. Every parameter ends as a DTensor.
+    Experts go on dim 0 over the expert-parallel ranks, then with FSDP2 over the ranks that hold the same experts. Everything
+    else goes with FSDP2 over the world, one unit a decoder layer, then one for each root. Every parameter ends as a DTensor.
 
     Args:
         roots: The modules whose ``forward`` is called from outside; together they hold all parameters.
@@ -107,6 +106,7 @@ def parallelize(roots: Iterable[nn.Module], blocks: list[Block], how: Parallelis
         if not isinstance(root, FSDPModule):
             # the root is needed again at once in backward: resharding it would only gather it twice
             fully_shard(root, mesh=how.mesh.world, mp_policy=precision, reshard_after_forward=False)
+        root.register_forward_hook(_reshard_if_no_backward_comes)
 
 
 def decoder_layers(root: nn.Module) -> list[nn.Module]:
@@ -160,9 +160,30 @@ def _shard_experts(experts: GroupedExperts, how: Parallelism, precision: MixedPr
         mesh=how.mesh.expert_data_parallel,
         # the layer casts its own inputs, so that routing weights stay in float32
         mp_policy=MixedPrecisionPolicy(precision.param_dtype, precision.reduce_dtype, cast_forward_inputs=False),
-        shard_placement_fn=lambda _: Shard(1),
+        shard_placement_fn=lambda shard: _edp_placement(shard, how.mesh),
         reshard_after_forward=how.reshard_after_forward,
     )
+
+
+def _edp_placement(weight: nn.Parameter, mesh: MoEMesh) -> Shard:
+    """The dim that FSDP cuts expert weights on: not dim 0 where another will do, so that both shardings stay plain ones."""
+    num_shards = mesh.expert_data_parallel.size()
+    for dim in (1, 2):
+        if weight.shape[dim] % num_shards == 0:
+            return Shard(dim)
+    if mesh.expert_parallel.size() == 1:
+        return Shard(0)  # uneven shards are fine here
+    raise ValueError(
+        f"Expert weights of shape {tuple(weight.shape)} cannot be shared out evenly between {num_shards} expert-data-parallel"
+        f" ranks: neither of the last two sizes is divisible by {num_shards}. Choose another `expert_parallel_size`: there are"
+        f" {mesh.world.size()} ranks, and expert-data-parallel ranks are that number divided by it."
+    )
+
+
+def _reshard_if_no_backward_comes(root: nn.Module, *_: object) -> None:
+    """After an evaluation's forward, too, every parameter is a DTensor again."""
+    if not torch.is_grad_enabled() and isinstance(root, FSDPModule):
+        root.reshard()
 
 
 def _reduce_dtype(blocks: list[Block]) -> torch.dtype:

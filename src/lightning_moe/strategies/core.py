@@ -230,7 +230,7 @@ def remap_optimizers(optimizers: list[Optimizer], old_names: dict[int, str], mod
             )
         if any(id(parameter) not in old_names for parameter in held):
             raise ValueError(
-                f"The `{type(optimizer).__name__}` holds parameters that are not in the `{type(module).__name__}` it is set up"
+                f"The `{type(optimizer).__name__}` holds parameters that are not in the model it is set up"
                 " with. Build it from that model's `parameters()`, or set up the model first with"
                 " `fabric.setup_module(model)`, then build the optimizer, then `fabric.setup_optimizers(optimizer)`."
             )

@@ -1,0 +1,353 @@
+"""The strategy in the places where people use it."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+import textwrap
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import STRATEGY_REGISTRY
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import StrategyRegistry
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from helpers.models import VOCABULARY, full, qwen3_moe, relative_error
+from helpers.processes import run
+from helpers.training import Task, loader, my_share, trainer
+from lightning_moe import (
+    ChunkedEPStrategy,
+    GroupedExperts,
+    MoELayer,
+    SharedExperts,
+    TopKRouter,
+)
+from lightning_moe.strategies import fabric, pytorch
+
+# --- one name, two frameworks
+
+
+def test_it_becomes_the_flavour_of_its_owner():
+    for owner, flavour, attribute in [(Trainer, pytorch, "strategy"), (Fabric, fabric, "_strategy")]:
+        strategy = ChunkedEPStrategy(num_chunks=3)
+        attached = getattr(owner(accelerator="cpu", devices=1, strategy=strategy), attribute)
+        assert attached is strategy
+        assert type(attached) is flavour.ChunkedEPStrategy
+        assert isinstance(attached, ChunkedEPStrategy)
+        assert attached._settings.num_chunks == 3
+
+
+def test_strings_in_both_registries():
+    assert type(Trainer(accelerator="cpu", strategy="chunked_ep").strategy) is pytorch.ChunkedEPStrategy
+    assert type(Fabric(accelerator="cpu", strategy="chunked_ep")._strategy) is fabric.ChunkedEPStrategy
+    assert "chunked_ep" in StrategyRegistry
+    assert "chunked_ep" in STRATEGY_REGISTRY
+
+
+def test_explicit_flavours():
+    assert isinstance(Trainer(accelerator="cpu", strategy=pytorch.ChunkedEPStrategy()).strategy, ChunkedEPStrategy)
+    assert isinstance(Fabric(accelerator="cpu", strategy=fabric.ChunkedEPStrategy())._strategy, ChunkedEPStrategy)
+    assert not issubclass(pytorch.ChunkedEPStrategy, ChunkedEPStrategy)
+
+
+def test_copies_before_it_is_attached():
+    strategy = ChunkedEPStrategy(expert_parallel_size=2, recompute="full")
+    for other in (copy.deepcopy(strategy), pickle.loads(pickle.dumps(strategy))):
+        assert other._settings == strategy._settings
+        Trainer(accelerator="cpu", devices=1, strategy=other)
+    Fabric(accelerator="cpu", devices=1, strategy=strategy)
+    with pytest.raises(ValueError, match="strategy"):
+        Trainer(accelerator="cpu", devices=1, strategy=strategy)
+
+
+def test_unattached_and_subclassed():
+    with pytest.raises(RuntimeError, match="not attached yet.*Trainer.*Fabric"):
+        ChunkedEPStrategy().barrier()
+    with pytest.raises(TypeError, match=r"Subclass `lightning_moe.strategies.pytorch"):
+        type("Mine", (ChunkedEPStrategy,), {})
+    assert type("Mine", (pytorch.ChunkedEPStrategy,), {})().report is None
+
+
+def test_lightning_cli(tmp_path):
+    script = tmp_path / "main.py"
+    script.write_text(
+        textwrap.dedent("""
+        import lightning_moe
+        from lightning.pytorch.cli import LightningCLI
+        from lightning.pytorch.demos.boring_classes import BoringModel
+
+        cli = LightningCLI(BoringModel, run=False)
+        print(type(cli.trainer.strategy), cli.trainer.strategy._settings, cli.trainer.strategy._timeout)
+        """)
+    )
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        textwrap.dedent("""
+        trainer:
+          accelerator: cpu
+          devices: 1
+          logger: false
+          strategy:
+            class_path: lightning_moe.ChunkedEPStrategy
+            init_args:
+              expert_parallel_size: 1
+              num_chunks: 3
+              recompute:
+                class_path: lightning_moe.RecomputePolicy
+                init_args: {routed: act}
+              timeout: "0:01:00"
+        """)
+    )
+    command = [sys.executable, str(script)]
+    shown = subprocess.run(
+        [*command, "--config", str(config)], capture_output=True, text=True, timeout=120, check=True
+    ).stdout
+    assert "pytorch.ChunkedEPStrategy" in shown
+    assert "expert_parallel_size=1, num_chunks=3" in shown
+    assert "routed='act'" in shown
+    assert "0:01:00" in shown
+    topic = "--trainer.strategy.help=lightning_moe.ChunkedEPStrategy"
+    shown = subprocess.run([*command, topic], capture_output=True, text=True, timeout=120, check=True).stdout
+    assert "num_chunks" in shown
+    assert "while one computes, the next is" in " ".join(shown.split())
+
+
+# --- what it does with a model
+
+
+def everything_is_sharded(world_size, ep_size):
+    strategy = ChunkedEPStrategy(ep_size, num_chunks=2)
+    fabric = Fabric(accelerator="cpu", devices=world_size, strategy=strategy)
+    fabric.launch()
+    model = fabric.setup(qwen3_moe(torch.float32)).module
+    ids = my_share(1, fabric.global_rank, world_size)[0]
+    with torch.no_grad():
+        model(input_ids=ids)
+    assert all(isinstance(p, DTensor) for p in model.parameters()), "also after an evaluation"
+    assert [type(layer).__name__ for layer in model.model.layers] == ["FSDPQwen3MoeDecoderLayer"] * 2
+    down = model.model.layers[0].mlp.experts.down_proj
+    assert down.shape == (8, 16, 24)
+    assert down.to_local().shape == (8 // ep_size, 16 // (world_size // ep_size), 24)
+    return str(strategy.report), strategy.device_mesh.shape
+
+
+def test_every_parameter_is_sharded_and_the_report_says_how():
+    for report, shape in run(everything_is_sharded, 4, 4, 2, init=False):
+        assert shape == (2, 2)
+        for part in (
+            "expert_data_parallel 2 x expert_parallel 2 (world 4)",
+            "2 x Qwen3MoeSparseMoeBlock (model.layers.0.mlp .. model.layers.1.mlp)",
+            "8 per block, 4 on each rank",
+            "all_to_all over gloo",
+            "chunks            2",
+            "routed experts: none",
+            "2 decoder layers",
+        ):
+            assert part in report
+
+
+def auto_size(world_size, num_experts):
+    fabric = Fabric(accelerator="cpu", devices=world_size, strategy="chunked_ep")
+    fabric.launch()
+    fabric.setup(qwen3_moe(torch.float32, num_experts=num_experts))
+    return fabric.strategy.device_mesh.shape[1]
+
+
+@pytest.mark.parametrize(("world_size", "num_experts", "ep_size"), [(4, 8, 4), (4, 6, 2), (3, 8, 1), (2, 6, 2)])
+def test_auto_is_the_largest_size_that_fits(world_size, num_experts, ep_size):
+    assert run(auto_size, world_size, world_size, num_experts, init=False) == [ep_size] * world_size
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.RMSNorm(16)
+        self.moe = MoELayer(TopKRouter(16, 8, 2), GroupedExperts(8, 16, 24), SharedExperts(16, 24, gated=True))
+
+    def forward(self, x):
+        return x + self.moe(self.norm(x))
+
+
+class OwnModel(nn.Module):
+    """Somebody's own model, with this package's layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 16)
+        self.blocks = nn.Sequential(Block(), Block())
+        self.head = nn.Linear(16, VOCABULARY)
+
+    def forward(self, ids):
+        return self.head(self.blocks(self.embed(ids)))
+
+
+def own_model_gradients(world_size, ep_size):
+    strategy = ChunkedEPStrategy(ep_size, num_chunks=3, recompute="full")
+    fabric = Fabric(accelerator="cpu", devices=world_size, strategy=strategy, precision="64-true")
+    fabric.launch()
+    torch.manual_seed(0)
+    model = fabric.setup(OwnModel())
+    torch.set_default_dtype(torch.float64)
+    ids = my_share(1, fabric.global_rank, world_size)[0]
+    fabric.backward(nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten().roll(1)))
+    assert sum(isinstance(module, FSDPModule) for module in model.modules()) == 5, "two blocks, two experts, one root"
+    return {name: full(p.grad) for name, p in model.module.named_parameters()}
+
+
+def test_a_model_of_own_layers():
+    torch.manual_seed(0)
+    model = OwnModel().double()
+    losses = []
+    for rank in range(2):
+        ids = my_share(1, rank, 2)[0]
+        losses.append(nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten().roll(1)))
+    torch.stack(losses).mean().backward()
+    for gradients in run(own_model_gradients, 2, 2, 2, init=False):
+        for name, parameter in model.named_parameters():
+            assert relative_error(gradients[name], parameter.grad) < 1e-10, name
+
+
+# --- the Trainer's other ways
+
+
+class ManualTask(Task):
+    """Manual optimization with an optimizer for each half of the parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, ids):
+        loss = self.model(input_ids=ids, labels=ids).loss
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():
+            self.clip_gradients(optimizer, gradient_clip_val=1.0, gradient_clip_algorithm="norm")
+            optimizer.step()
+        self.losses.append(loss.item())
+
+    def configure_optimizers(self):
+        experts = [p for name, p in self.named_parameters() if "experts" in name]
+        dense = [p for name, p in self.named_parameters() if "experts" not in name]
+        return torch.optim.SGD(experts, 1.0), torch.optim.SGD(dense, 0.1)
+
+
+def manual(world_size):
+    runner = trainer(ChunkedEPStrategy(), world_size)
+    task = ManualTask()
+    before = {name: p.detach().clone() for name, p in task.model.named_parameters()}
+    runner.fit(task, loader(my_share(1, runner.global_rank, world_size)))
+    return {name: (full(p) - before[name]).abs().max().item() for name, p in task.model.named_parameters()}
+
+
+def test_manual_optimization_updates_every_parameter():
+    for changes in run(manual, 2, 2, init=False):
+        assert min(changes.values()) > 0, changes
+
+
+def whole_life(world_size):
+    strategy = ChunkedEPStrategy()
+    runner = trainer(strategy, world_size, precision="bf16-mixed", accumulate_grad_batches=2)
+    task = Task()
+    batches = loader(my_share(1, runner.global_rank, world_size))
+    (before,) = runner.validate(task, batches, verbose=False)
+    assert task.device_mesh.shape == (1, world_size)
+    runner.fit(task, batches, batches)
+    (after,) = runner.validate(task, batches, verbose=False)
+    (tested,) = runner.test(task, batches, verbose=False)
+    logits = runner.predict(task, batches)
+    again = trainer(ChunkedEPStrategy(), world_size, precision="bf16-mixed", max_epochs=2)
+    again.fit(task, batches)
+    (later,) = again.validate(task, batches, verbose=False)
+    assert logits[0].shape == (4 // world_size, 7, VOCABULARY)
+    return before["val_loss"], after["val_loss"], tested["val_loss"], later["val_loss"]
+
+
+def test_validate_fit_test_predict_and_fit_again():
+    for before, after, tested, later in run(whole_life, 2, 2, init=False):
+        assert later < after < before
+        assert tested == after
+
+
+def samplers(world_size):
+    runner = trainer(ChunkedEPStrategy(1), world_size, use_distributed_sampler=True)
+    runner.fit(Task(), torch.utils.data.DataLoader(list(my_share(1, 0, 1)[0]), batch_size=1))
+    sampler = runner.train_dataloader.sampler
+    return sampler.num_replicas, sampler.rank
+
+
+def test_every_rank_has_its_own_data():
+    assert run(samplers, 2, 2, init=False) == [(2, 0), (2, 1)]
+
+
+def lightning_module_in_fabric():
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=ChunkedEPStrategy())
+    fabric.launch()
+    task = Task()
+    optimizer = task.configure_optimizers()
+    task.all_gather = lambda tensor: tensor
+    task, optimizer = fabric.setup(task, optimizer)
+    task.mark_forward_method("training_step")
+    for _ in range(5):
+        loss = task.training_step(my_share(1, fabric.global_rank, 2)[0])
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return task.losses
+
+
+def test_a_lightning_module_in_fabric():
+    for losses in run(lightning_module_in_fabric, 2, init=False):
+        assert losses[-1] < losses[0]
+
+
+# --- gradient sync
+
+
+def count_reductions():
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=ChunkedEPStrategy(1))
+    fabric.launch()
+    model = fabric.setup(qwen3_moe(torch.float32))
+    ids = my_share(1, fabric.global_rank, 2)[0]
+    counts = []
+    calls = []
+    for name in ("reduce_scatter_tensor", "reduce_scatter_single"):  # FSDP2 calls the first, from torch 2.13 the second
+        if function := getattr(dist, name, None):
+            setattr(dist, name, partial(_counted, calls, function))
+
+    def step(context):
+        calls.clear()
+        with context:
+            fabric.backward(model(input_ids=ids, labels=ids).loss)
+        counts.append(len(calls))
+
+    step(fabric.no_backward_sync(model))
+    step(fabric.no_backward_sync(model, enabled=False))
+    step(fabric.no_backward_sync(model))
+    with pytest.raises(KeyError), fabric.no_backward_sync(model):
+        raise KeyError
+    step(fabric.no_backward_sync(model, enabled=False))
+    calls.clear()
+    fabric.backward(model(input_ids=ids, labels=ids).loss)  # outside of any context
+    counts.append(len(calls))
+    return counts
+
+
+def _counted(calls, function, *args, **kwargs):
+    calls.append(1)
+    return function(*args, **kwargs)
+
+
+def test_no_communication_until_the_last_micro_batch():
+    for counts in run(count_reductions, 2, init=False):
+        assert counts[0] == counts[2] == 0
+        assert counts[1] == counts[3] == counts[4] == 5, "two layers, two sets of experts, one root"
