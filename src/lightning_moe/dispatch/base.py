@@ -14,15 +14,18 @@ X any trailing width (hidden size for tokens, K for their routing weights).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from lightning_moe.ops.grouped_mm import Groups
-from lightning_moe.ops.rows import RowMap, rows_by_expert
+from lightning_moe.ops.rows import RowMap, rows_by_key
+
+Traffic = tuple[tuple[int, ...], ...]
+"""``[P, P]``: rows from each rank to each rank of a group; ``traffic[i][j]`` go from i to j."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +35,7 @@ class Plan:
     Args:
         tokens: The chunk's place in the local batch.
         to_ranks: Map from the chunk's T tokens to the rows sent, sorted by destination rank; ``None`` where no row leaves.
-        send_splits: Rows sent to each rank of the group.
-        recv_splits: Rows received from each rank of the group.
+        traffic_PP: Rows from each rank to each rank of the group; empty where no row leaves.
         by_expert: Map from the N rows received to the R rows sorted by local expert.
         slots_R: int32 ``[R]``, flat index into the received ``[N, K]`` slots of each sorted row.
         groups: The rows of each local expert.
@@ -42,8 +44,7 @@ class Plan:
 
     tokens: slice
     to_ranks: RowMap | None
-    send_splits: tuple[int, ...]
-    recv_splits: tuple[int, ...]
+    traffic_PP: Traffic
     by_expert: RowMap
     slots_R: Tensor
     groups: Groups
@@ -79,11 +80,14 @@ class Dispatcher(Protocol):
         It may be ``tokens_TX`` itself where no row leaves the rank: then dispatch and combine have nothing to do.
         """
 
-    def dispatch(self, plan: Plan, tokens_TX: Tensor, rows_NX: Tensor) -> None:
-        """Copy tokens ``[T, X]`` into the rows ``[N, X]`` of the ranks that own their experts."""
+    def dispatch(self, plan: Plan, tokens: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
+        """Copy tokens ``[T, X]`` into the rows ``[N, X]`` of the ranks that own their experts.
 
-    def combine(self, plan: Plan, rows_NX: Tensor, tokens_TX: Tensor) -> None:
-        """Sum rows ``[N, X]`` into the tokens ``[T, X]`` that they were copied from."""
+        Several tensors, each with its own X, travel together: hidden states and routing weights, say.
+        """
+
+    def combine(self, plan: Plan, rows: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
+        """Sum rows ``[N, X]`` into the tokens ``[T, X]`` that they were copied from; several tensors, as above."""
 
 
 def chunk_slices(num_tokens: int, num_chunks: int) -> list[slice]:
@@ -97,22 +101,12 @@ def chunk_slices(num_tokens: int, num_chunks: int) -> list[slice]:
     return [slice(start, stop) for start, stop in pairwise(bounds)]
 
 
-def slots_per_expert(ids_TK: Tensor, num_experts: int, chunks: list[slice]) -> Tensor:
-    """How many slots want each expert, for every chunk: int64 ``[C, E]`` from ids ``[T, K]``, without a host sync."""
-    counts_CE = torch.zeros(len(chunks), num_experts + 1, dtype=torch.int64, device=ids_TK.device)
-    for counts_E, tokens in zip(counts_CE, chunks, strict=True):
-        slots = ids_TK[tokens].flatten().long() + 1  # -1, no expert, is counted in column 0
-        counts_E.scatter_add_(0, slots, torch.ones_like(slots))
-    return counts_CE[:, 1:]
-
-
 def make_plan(
     tokens: slice,
     ids_NK: Tensor,
     counts: tuple[int, ...],
     to_ranks: RowMap | None = None,
-    send_splits: tuple[int, ...] = (),
-    recv_splits: tuple[int, ...] = (),
+    traffic_PP: Traffic = (),
 ) -> Plan:
     """Complete a plan with the order of the received rows on this rank.
 
@@ -121,14 +115,8 @@ def make_plan(
         ids_NK: int32 ``[N, K]``, the local expert of each received slot, ``-1`` for experts elsewhere.
         counts: Slots of each local expert, on the host.
         to_ranks: See :class:`Plan`.
-        send_splits: See :class:`Plan`.
-        recv_splits: See :class:`Plan`.
+        traffic_PP: See :class:`Plan`.
 
     """
-    by_expert, slots_R = rows_by_expert(ids_NK, counts)
-    ends_e = torch.searchsorted(
-        ids_NK.flatten().index_select(0, slots_R),
-        torch.arange(len(counts), dtype=torch.int32, device=ids_NK.device),
-        right=True,
-    )
-    return Plan(tokens, to_ranks, send_splits, recv_splits, by_expert, slots_R, Groups(counts, ends_e.int()))
+    by_expert, slots_R, ends_e = rows_by_key(ids_NK, len(counts), sum(counts))
+    return Plan(tokens, to_ranks, traffic_PP, by_expert, slots_R, Groups(counts, ends_e))

@@ -2,55 +2,130 @@
 
 from __future__ import annotations
 
+import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+import torch
 import torch.distributed as dist
 
 from lightning_moe.dispatch.all_to_all import AllToAllDispatcher
 from lightning_moe.dispatch.base import Dispatcher
 from lightning_moe.dispatch.local import LocalDispatcher
+from lightning_moe.dispatch.transport import CollectiveTransport, NVLinkTransport, Transport
 
-DispatcherName = Literal["auto", "local", "all_to_all"]
+DispatcherName = Literal["auto", "local", "nvlink", "all_to_all"]
 DISPATCHERS: tuple[str, ...] = get_args(DispatcherName)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A dispatcher with the name it was chosen under and the reason, for the report at start."""
+    """A dispatcher with the name it is reported under and the reason for it."""
 
     dispatcher: Dispatcher
     name: str
     reason: str
 
 
-def select_dispatcher(name: str, group: dist.ProcessGroup) -> Choice:
-    """Pick the dispatcher of an expert-parallel group.
+class Unfit(Exception):
+    """Why a dispatcher cannot serve a group. Every rank of the group comes to the same verdict."""
+
+
+def select_dispatcher(name: str, group: dist.ProcessGroup, device: torch.device) -> Choice:
+    """Pick the dispatcher of an expert-parallel group; collective over it.
 
     Args:
-        name: ``"auto"``, or one of :data:`DISPATCHERS`.
+        name: One of :data:`DISPATCHERS`. ``"auto"`` takes the first that fits of ``local`` (one rank holds all experts),
+            ``nvlink`` (all ranks' GPUs can read each other's memory) and ``all_to_all`` (any group).
         group: The expert-parallel group.
+        device: This rank's device.
 
     Raises:
         ValueError: The name is unknown, or that dispatcher cannot serve this group.
 
     """
     check_dispatcher_name(name)
-    if name == "local" and group.size() > 1:
-        raise ValueError(
-            f"`dispatcher='local'` moves no tokens, so it serves `expert_parallel_size=1` only, but the expert-parallel"
-            f" group has {group.size()} ranks. Use `dispatcher='auto'` or `dispatcher='all_to_all'`."
-        )
-    if name == "local" or (name == "auto" and group.size() == 1):
-        return Choice(LocalDispatcher(), "local", "every rank holds all experts")
-    backend = dist.get_backend(group)
-    reason = "asked for by name" if name != "auto" else f"experts live on {group.size()} ranks"
-    return Choice(AllToAllDispatcher(group), f"all_to_all over {backend}", reason)
+    passed_over = []
+    for candidate in _MAKERS if name == "auto" else (name,):
+        try:
+            dispatcher, title = _MAKERS[candidate](group, device)
+        except Unfit as reason:
+            passed_over.append(f"not {candidate}, since {reason}")
+        else:
+            why = "asked for by name" if name != "auto" else "; ".join(["the fastest that fits", *passed_over])
+            return Choice(dispatcher, title, why)
+    raise ValueError(
+        f"`dispatcher={name!r}` cannot serve this run: {passed_over[0]}. `dispatcher='auto'` finds one that can."
+    )
 
 
 def check_dispatcher_name(name: str) -> None:
     """Raise a ``ValueError`` unless ``name`` is one of :data:`DISPATCHERS`."""
     if name not in DISPATCHERS:
-        raise ValueError(
-            f"Expected argument `dispatcher` to be one of {', '.join(map(repr, DISPATCHERS))} but got {name!r}."
-        )
+        names = ", ".join(map(repr, DISPATCHERS))
+        raise ValueError(f"Expected argument `dispatcher` to be one of {names} but got {name!r}.")
+
+
+def _local(group: dist.ProcessGroup, device: torch.device) -> tuple[Dispatcher, str]:
+    if group.size() > 1:
+        raise Unfit(f"the experts live on {group.size()} ranks")
+    return LocalDispatcher(), "local"
+
+
+def _nvlink(group: dist.ProcessGroup, device: torch.device) -> tuple[Dispatcher, str]:
+    if device.type != "cuda":
+        raise Unfit("there is no GPU")
+    hosts: list[tuple[str, int]] = [("", 0)] * group.size()
+    dist.all_gather_object(hosts, (socket.gethostname(), device.index), group)
+    if len({host for host, _ in hosts}) > 1:
+        raise Unfit("the group spans several hosts")
+    peers = [index for _, index in hosts if index != device.index]
+    readable = all(torch.cuda.can_device_access_peer(device, peer) for peer in peers)
+    if not _all_agree(readable, group, device):
+        raise Unfit("the GPUs cannot read each other's memory")
+    transport = NVLinkTransport(group, device)
+    problem = "its self-check failed"
+    try:
+        works = _delivers(transport, group, device)
+    except (ImportError, RuntimeError) as error:  # it may be one rank's alone, and the others wait for its vote
+        works, problem = False, f"symmetric memory failed: {error}"
+    if not _all_agree(works, group, device):
+        raise Unfit(problem)
+    return AllToAllDispatcher(group, transport), f"all_to_all over {transport.name}"
+
+
+def _all_to_all(group: dist.ProcessGroup, device: torch.device) -> tuple[Dispatcher, str]:
+    transport = CollectiveTransport(group)
+    return AllToAllDispatcher(group, transport), f"all_to_all over {transport.name}"
+
+
+_MAKERS: dict[str, Callable[[dist.ProcessGroup, torch.device], tuple[Dispatcher, str]]] = {
+    "local": _local,
+    "nvlink": _nvlink,
+    "all_to_all": _all_to_all,
+}
+"""Fastest first."""
+
+
+def _all_agree(verdict: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether every rank says yes."""
+    votes = torch.tensor(int(verdict), device=device)
+    dist.all_reduce(votes, dist.ReduceOp.MIN, group)
+    return bool(votes)
+
+
+def _delivers(transport: Transport, group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Send one row from each rank to each and look at what arrives; three times, so that every outbox is used again."""
+    size, rank = group.size(), group.rank()
+    traffic = ((1,) * size,) * size
+    arrived = []
+    for turn in range(3):
+        rows_SX = torch.full((size, 8), float(10 * rank + turn), device=device)
+        (outbox_SX,) = transport.outboxes(traffic, [rows_SX])
+        outbox_SX.copy_(rows_SX)
+        inbox_NX = torch.empty_like(rows_SX)
+        transport.exchange(traffic, [outbox_SX], [inbox_NX])
+        expected = 10.0 * torch.arange(size, device=device) + turn
+        arrived.append((inbox_NX == expected.unsqueeze(1)).all())
+    return bool(torch.stack(arrived).all())

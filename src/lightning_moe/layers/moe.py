@@ -32,6 +32,12 @@ class MoELayer(nn.Module):
 
     def __init__(self, router: nn.Module, experts: GroupedExperts, shared_experts: nn.Module | None = None) -> None:
         super().__init__()
+        num_routed = getattr(router, "num_experts", experts.num_experts)
+        if num_routed != experts.num_experts:
+            raise ValueError(
+                f"The router chooses between {num_routed} experts, but there are {experts.num_experts}: give `router` and"
+                " `experts` the same `num_experts`."
+            )
         self.router = router
         self.experts = experts
         self.shared_experts = shared_experts

@@ -42,6 +42,7 @@ class TopKRouter(nn.Module):
         super().__init__()
         if not 1 <= top_k <= num_experts:
             raise ValueError(f"Expected argument `top_k` to lie in 1..num_experts={num_experts} but got {top_k}.")
+        self.num_experts = num_experts
         self.top_k = top_k
         self.normalize = normalize
         self.init_std = init_std
@@ -61,5 +62,7 @@ class TopKRouter(nn.Module):
         return Routing(logits_TE, weights_TK, ids_TK)
 
     def extra_repr(self) -> str:
-        num_experts, hidden_size = self.weight.shape
-        return f"hidden_size={hidden_size}, num_experts={num_experts}, top_k={self.top_k}, normalize={self.normalize}"
+        hidden_size = self.weight.shape[1]
+        return (
+            f"hidden_size={hidden_size}, num_experts={self.num_experts}, top_k={self.top_k}, normalize={self.normalize}"
+        )

@@ -41,9 +41,12 @@ def swap_blocks(model: nn.Module) -> list[Block]:
 
     """
     blocks = []
-    for name, module in list(model.named_modules()):
+    layers: dict[nn.Module, MoELayer] = {}  # a block may be held under several names
+    for name, module in list(model.named_modules(remove_duplicate=False)):
         if isinstance(module, MoELayer):
-            blocks.append(Block(name, getattr(module, "kind", type(module).__name__), module))
+            if module not in layers:
+                blocks.append(Block(name, type(module).__name__, module))
+                layers[module] = module
             continue
         adapt = next((FAMILIES[key] for key in map(_qualified_name, type(module).__mro__) if key in FAMILIES), None)
         if adapt is None:
@@ -52,10 +55,10 @@ def swap_blocks(model: nn.Module) -> list[Block]:
             raise ValueError(
                 f"The model is itself a `{type(module).__name__}`, which cannot be replaced in place. Wrap it in a module."
             )
-        layer = adapt(module)
-        layer.train(module.training)
-        model.set_submodule(name, layer)
-        blocks.append(Block(name, type(module).__name__, layer))
+        if module not in layers:
+            layers[module] = adapt(module).train(module.training)
+            blocks.append(Block(name, type(module).__name__, layers[module]))
+        model.set_submodule(name, layers[module])
     return blocks
 
 

@@ -19,8 +19,8 @@ class Qwen3MoELayer(MoELayer):
 
     def __init__(self, gate: nn.Module, experts: GroupedExperts) -> None:
         nn.Module.__init__(self)
+        self.experts = experts  # in Hugging Face's order: optimizers' state dicts know parameters by position
         self.gate = gate
-        self.experts = experts
 
     @classmethod
     def from_hf(cls, block: Any) -> Qwen3MoELayer:

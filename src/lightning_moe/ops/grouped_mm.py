@@ -12,6 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_moe.ops import kernels
+from lightning_moe.ops.rows import accumulation_dtype
+
 
 @dataclass(frozen=True)
 class Groups:
@@ -52,8 +55,48 @@ def grouped_mm(rows_RN: Tensor, weight_eNM: Tensor, groups: Groups) -> Tensor:
     return out_RM
 
 
+def weight_gradient(
+    out_eMN: Tensor,
+    grad_RM: Tensor,
+    rows_RN: Tensor,
+    groups: Groups,
+    total_eMN: Tensor | None = None,
+    scale: float = 1.0,
+) -> None:
+    """Write ``(total + grad^T rows) * scale`` for each expert, rounded once, to the dtype of the output.
+
+    So a gradient that is summed over chunks of rows costs no pass over memory of its own: the first chunk writes a
+    float32 total instead of adding to zeros, and the last writes the finished gradient instead of a total. With one
+    chunk there is no total at all. Nor is there one, and the product is as fast as if there were one chunk, where all
+    chunks' rows lie in one buffer, one chunk after the other: ``groups`` are then the experts of each chunk in turn.
+
+    Args:
+        out_eMN: ``[e, M, N]``, written; an expert without rows gets ``total * scale``. It may be the total itself.
+        grad_RM: ``[R, M]``, the gradient of :func:`grouped_mm`'s output.
+        rows_RN: ``[R, N]``, its input.
+        groups: The rows of each expert, of C chunks in turn: ``C * e`` groups.
+        total_eMN: ``[e, M, N]``, what other rows gave so far, float32 (float64 for float64 input); ``None`` for zero.
+        scale: A factor on the sum.
+
+    """
+    if kernels.serve(grad_RM, rows_RN, out_eMN):
+        from lightning_moe.ops.kernels.weight_gradient import serves, weight_gradient_of_experts
+
+        if serves(out_eMN, grad_RM, rows_RN, total_eMN):
+            weight_gradient_of_experts(out_eMN, grad_RM, rows_RN, groups.ends_e, total_eMN, scale)
+            return
+    num_experts, slices = out_eMN.shape[0], groups.slices()
+    for expert in range(num_experts):
+        sum_MN = None if total_eMN is None else total_eMN[expert]
+        for rows in slices[expert::num_experts]:
+            if rows.start < rows.stop:
+                product_MN = _product(grad_RM[rows].t(), rows_RN[rows], accumulation_dtype(grad_RM.dtype))
+                sum_MN = product_MN if sum_MN is None else product_MN.add_(sum_MN)
+        out_eMN[expert] = 0 if sum_MN is None else sum_MN * scale
+
+
 def add_weight_gradient(total_eMN: Tensor, grad_RM: Tensor, rows_RN: Tensor, groups: Groups) -> None:
-    """Add each expert's ``grad^T rows`` to the running total.
+    """Add each expert's ``grad^T rows`` to the running total: :func:`weight_gradient` in place.
 
     The total is float32 for every narrower input, so that gradients which are summed over chunks are rounded once.
 
@@ -64,14 +107,14 @@ def add_weight_gradient(total_eMN: Tensor, grad_RM: Tensor, rows_RN: Tensor, gro
         groups: The rows of each expert.
 
     """
-    widen = grad_RM.device.type == "cuda" and grad_RM.dtype != total_eMN.dtype
-    for total_MN, rows in zip(total_eMN, groups.slices(), strict=True):
-        if rows.start == rows.stop:
-            continue
-        if widen:  # the GEMM accumulates in float32 anyway: take that result before it is rounded
-            total_MN += torch.mm(grad_RM[rows].t(), rows_RN[rows], out_dtype=total_MN.dtype)
-        else:
-            total_MN.addmm_(grad_RM[rows].t().to(total_MN.dtype), rows_RN[rows].to(total_MN.dtype))
+    weight_gradient(total_eMN, grad_RM, rows_RN, groups, total_eMN)
+
+
+def _product(grad_MR: Tensor, rows_RN: Tensor, dtype: torch.dtype) -> Tensor:
+    """One expert's product, summed and returned in ``dtype``."""
+    if grad_MR.is_cuda and grad_MR.dtype != dtype:  # the GEMM sums in float32 anyway: take that before it is rounded
+        return torch.mm(grad_MR, rows_RN, out_dtype=dtype)
+    return torch.mm(grad_MR.to(dtype), rows_RN.to(dtype))
 
 
 def _native(rows_RN: Tensor, weight_eNM: Tensor) -> bool:
@@ -81,5 +124,12 @@ def _native(rows_RN: Tensor, weight_eNM: Tensor) -> bool:
     if rows_RN.device.type == "cuda" and rows_RN.dtype != torch.bfloat16:
         return False
     aligned = 16 // rows_RN.element_size()
-    strides = [s for s in (*rows_RN.stride(), *weight_eNM.stride()[1:]) if s != 1]
-    return all(stride % aligned == 0 for stride in strides) and weight_eNM.shape[2] % aligned == 0
+    return _aligned(rows_RN, aligned) and _aligned(weight_eNM, aligned) and weight_eNM.shape[2] % aligned == 0
+
+
+def _aligned(matrix: Tensor, multiple: int) -> bool:
+    """Whether the last two dimensions are a dense matrix, plain or transposed, whose lines start at such multiples."""
+    (rows, columns), (row_stride, column_stride) = matrix.shape[-2:], matrix.stride()[-2:]
+    if column_stride == 1 and row_stride >= columns:
+        return row_stride % multiple == 0
+    return row_stride == 1 and column_stride >= rows and column_stride % multiple == 0

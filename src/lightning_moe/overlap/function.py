@@ -41,9 +41,9 @@ def chunked_experts(
         ``[T, H]``. The gradient of each matrix is handed to autograd once, whatever the number of chunks.
 
     """
-    if not torch.is_grad_enabled():
-        mode = "full"  # no backward will come: keep nothing
     tensors = (tokens_TH, weights_TK, gate_up_e2FH, down_eHF)
+    if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
+        mode = "full"  # no backward will come: keep nothing
     result: Tensor = _ChunkedExperts.apply(*tensors, dispatcher, plans, mode, weight_grad_scale)  # type: ignore[no-untyped-call]
     return result
 

@@ -62,12 +62,13 @@ def pipeline(
     arrive: Callable[[Chunk], tuple[Ticket, Arrived]],
     work: Callable[[Chunk, Arrived], Leaving],
     leave: Callable[[Chunk, Leaving], Ticket],
+    finish: Callable[[Chunk, Leaving], None] | None = None,
 ) -> None:
     """Run ``leave(work(arrive(chunk)))`` for every chunk, with the neighbours' communication beside each chunk's work.
 
     While chunk i is worked on, chunk i+1 arrives and chunk i-1 leaves. The communication lane sees arrive(0), arrive(1),
     leave(0), arrive(2), leave(1), ...: an order that depends on nothing but the number of chunks, so it is the same on
-    every rank.
+    every rank. What of a chunk's work nobody waits for goes into ``finish``, which runs beside the chunk's own leaving.
     """
     arriving = arrive(chunks[0])
     leaving: Ticket | None = None
@@ -80,6 +81,8 @@ def pipeline(
         if leaving is not None:
             leaving.wait()
         leaving = leave(chunk, product)
+        if finish is not None:
+            finish(chunk, product)
     if leaving is not None:
         leaving.wait()
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from lightning_moe.dispatch.base import Dispatcher, Plan
-from lightning_moe.ops.grouped_mm import add_weight_gradient, grouped_mm
+from lightning_moe.ops.grouped_mm import Groups, grouped_mm, weight_gradient
 from lightning_moe.ops.rows import accumulation_dtype, gather, reduce
 from lightning_moe.ops.swiglu import swiglu, swiglu_backward
 from lightning_moe.overlap.lanes import Lanes, Ticket, pipeline
@@ -132,7 +132,7 @@ def forward(
         return [out_NH], [home_TH]
 
     def leave(plan: Plan, product: tuple[list[Tensor], list[Tensor]]) -> Ticket:
-        return lanes.communicate(_combine_each, dispatcher, plan, *product)
+        return lanes.communicate(dispatcher.combine, plan, *product)
 
     pipeline(plans, arrive, work, leave)
     return out_TH, kept
@@ -172,7 +172,7 @@ def backward(
         grad_tokens_TH = torch.empty_like(grad_TH)
     grad_weights_TK = torch.empty(grad_TH.shape[0], num_slots, dtype=dtype, device=grad_TH.device)
     grad_gate_up, grad_down = (
-        torch.zeros(weight.shape, dtype=dtype, device=weight.device) if needed else None
+        _WeightGradient(weight, len(plans), weight_grad_scale) if needed else None
         for weight, needed in zip(experts, needs_weight_grad, strict=True)
     )
 
@@ -182,36 +182,42 @@ def backward(
         outgoing = [tensor[plan.tokens] for tensor in (grad_TH, *again) if tensor is not None]
         return _dispatch(lanes, dispatcher, plan, outgoing)
 
-    def work(chunk: tuple[Plan, Kept], arrived: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    def work(chunk: tuple[Plan, Kept], arrived: list[Tensor]) -> _BackwardChunk:
         plan, held = chunk
         grad_NH, *again = arrived
-        rows_RH, gate_up_R2F, act_RF, weights_R = _rebuild(plan, held, again, experts)
+        rows_RH, gate_up_R2F, weights_R = _rebuild(plan, held, again, experts)
 
         grad_out_RH = gather(grad_NH, plan.by_expert)
         grad_act_RF = grouped_mm(grad_out_RH, experts.down_eHF, plan.groups)
-        if grad_down is not None:
-            add_weight_gradient(grad_down, grad_out_RH, act_RF, plan.groups)
-        grad_gate_up_R2F, grad_weights_R = swiglu_backward(grad_act_RF, gate_up_R2F, weights_R)
+        act_RF = torch.empty_like(grad_act_RF) if held.act_RF is None else held.act_RF
+        rebuilt_RF = act_RF if held.act_RF is None else None
+        grad_gate_up_R2F, grad_weights_R = swiglu_backward(grad_act_RF, gate_up_R2F, weights_R, act_RF=rebuilt_RF)
         grad_rows_RH = grouped_mm(grad_gate_up_R2F, experts.gate_up_e2FH, plan.groups)
-        if grad_gate_up is not None:
-            add_weight_gradient(grad_gate_up, grad_gate_up_R2F, rows_RH, plan.groups)
 
         home_TH, home_TK = grad_tokens_TH[plan.tokens], grad_weights_TK[plan.tokens]
         grad_rows_NH = dispatcher.rows_like(plan, home_TH)
         reduce(grad_rows_RH, plan.by_expert, grad_rows_NH)
         grad_weights_NK = dispatcher.rows_like(plan, home_TK)
         grad_weights_NK.zero_().view(-1).index_copy_(0, plan.slots_R.long(), grad_weights_R)
-        return [grad_rows_NH, grad_weights_NK], [home_TH, home_TK]
+        return _BackwardChunk(
+            [grad_rows_NH, grad_weights_NK], [home_TH, home_TK], (grad_gate_up_R2F, rows_RH), (grad_out_RH, act_RF)
+        )
 
-    def leave(chunk: tuple[Plan, Kept], product: tuple[list[Tensor], list[Tensor]]) -> Ticket:
-        return lanes.communicate(_combine_each, dispatcher, chunk[0], *product)
+    def leave(chunk: tuple[Plan, Kept], product: _BackwardChunk) -> Ticket:
+        return lanes.communicate(dispatcher.combine, chunk[0], product.rows, product.homes)
 
-    pipeline(list(zip(plans, kept, strict=True)), arrive, work, leave)
+    def finish(chunk: tuple[Plan, Kept], product: _BackwardChunk) -> None:
+        if grad_gate_up is not None:
+            grad_gate_up.add(*product.gate_up_operands, chunk[0].groups)
+        if grad_down is not None:
+            grad_down.add(*product.down_operands, chunk[0].groups)
+
+    pipeline(list(zip(plans, kept, strict=True)), arrive, work, leave, finish)
     return Gradients(
         grad_tokens_TH,
         grad_weights_TK,
-        None if grad_gate_up is None else grad_gate_up.mul_(weight_grad_scale).to(experts.gate_up_e2FH.dtype),
-        None if grad_down is None else grad_down.mul_(weight_grad_scale).to(experts.down_eHF.dtype),
+        None if grad_gate_up is None else grad_gate_up.sum_eMN,
+        None if grad_down is None else grad_down.sum_eMN,
     )
 
 
@@ -245,19 +251,47 @@ def forward_backward(
     )
 
 
-def _rebuild(plan: Plan, kept: Kept, again: list[Tensor], experts: Weights) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What backward reads: kept, or computed again, as forward did, from what was dispatched again."""
+class _BackwardChunk(NamedTuple):
+    """What one chunk's backward hands on: to combine, and to the weight gradients, which nobody waits for."""
+
+    rows: list[Tensor]
+    homes: list[Tensor]
+    gate_up_operands: tuple[Tensor, Tensor]
+    down_operands: tuple[Tensor, Tensor]
+
+
+class _WeightGradient:
+    """One matrix's gradient, summed over chunks in float32 (float64) and rounded once, with the last chunk."""
+
+    def __init__(self, weight_eMN: Tensor, num_chunks: int, scale: float) -> None:
+        self.sum_eMN: Tensor | None = None
+        self._weight, self._left, self._scale = weight_eMN, num_chunks, scale
+
+    def add(self, grad_RM: Tensor, rows_RN: Tensor, groups: Groups) -> None:
+        self._left -= 1
+        last = self._left == 0
+        dtype = self._weight.dtype if last else accumulation_dtype(self._weight.dtype)
+        out_eMN = self.sum_eMN
+        if out_eMN is None or out_eMN.dtype != dtype:
+            out_eMN = torch.empty(self._weight.shape, dtype=dtype, device=self._weight.device)
+        weight_gradient(out_eMN, grad_RM, rows_RN, groups, self.sum_eMN, self._scale if last else 1.0)
+        self.sum_eMN = out_eMN
+
+
+def _rebuild(plan: Plan, kept: Kept, again: list[Tensor], experts: Weights) -> tuple[Tensor, Tensor, Tensor]:
+    """What backward reads: kept, or computed again, as forward did, from what was dispatched again.
+
+    The activation is not among it: it falls out of its own backward.
+    """
     dispatched = iter(again)
-    rows_RH, gate_up_R2F, act_RF, weights_R = kept.rows_RH, kept.gate_up_R2F, kept.act_RF, kept.weights_R
+    rows_RH, gate_up_R2F, weights_R = kept.rows_RH, kept.gate_up_R2F, kept.weights_R
     if rows_RH is None:
         rows_RH = gather(next(dispatched), plan.by_expert)
     if weights_R is None:
         weights_R = _weights_by_expert(next(dispatched), plan)
     if gate_up_R2F is None:
         gate_up_R2F = grouped_mm(rows_RH, experts.gate_up_e2FH.mT, plan.groups)
-    if act_RF is None:
-        act_RF = swiglu(gate_up_R2F, weights_R)
-    return rows_RH, gate_up_R2F, act_RF, weights_R
+    return rows_RH, gate_up_R2F, weights_R
 
 
 def _weights_by_expert(weights_NK: Tensor, plan: Plan) -> Tensor:
@@ -268,14 +302,4 @@ def _weights_by_expert(weights_NK: Tensor, plan: Plan) -> Tensor:
 def _dispatch(lanes: Lanes, dispatcher: Dispatcher, plan: Plan, tokens: list[Tensor]) -> tuple[Ticket, list[Tensor]]:
     """Dispatch several tensors of one chunk together."""
     rows = [dispatcher.rows_like(plan, tokens_TX) for tokens_TX in tokens]
-    return lanes.communicate(_dispatch_each, dispatcher, plan, tokens, rows), rows
-
-
-def _dispatch_each(dispatcher: Dispatcher, plan: Plan, tokens: list[Tensor], rows: list[Tensor]) -> None:
-    for tokens_TX, rows_NX in zip(tokens, rows, strict=True):
-        dispatcher.dispatch(plan, tokens_TX, rows_NX)
-
-
-def _combine_each(dispatcher: Dispatcher, plan: Plan, rows: list[Tensor], tokens: list[Tensor]) -> None:
-    for rows_NX, tokens_TX in zip(rows, tokens, strict=True):
-        dispatcher.combine(plan, rows_NX, tokens_TX)
+    return lanes.communicate(dispatcher.dispatch, plan, tokens, rows), rows

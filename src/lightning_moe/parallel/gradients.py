@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 
 @torch.no_grad()
@@ -30,7 +30,7 @@ def total_grad_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Ten
 
     """
     by_layout: dict[object, list[Tensor]] = {}
-    for parameter in parameters:
+    for parameter in [parameters] if isinstance(parameters, Tensor) else parameters:
         by_layout.setdefault(_layout(parameter), []).append(parameter)
     totals = [_layout_total(members, norm_type) for members in by_layout.values()]
     if not totals:
@@ -60,7 +60,7 @@ def clip_grad_norm_(
         RuntimeError: The norm is not finite and ``error_if_nonfinite`` is set.
 
     """
-    parameters = list(parameters)
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     norm = total_grad_norm(parameters, norm_type)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(
@@ -83,7 +83,7 @@ def _layout(tensor: Tensor) -> object:
 def _layout_total(members: list[Tensor], norm_type: float) -> Tensor:
     """The sum of ``|g|^p`` (the largest ``|g|`` for inf) over parameters of one layout, on all their ranks."""
     first = members[0]
-    dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
+    dtype = torch.float64 if any(member.dtype == torch.float64 for member in members) else torch.float32
     gradients = [_local(member.grad) for member in members if member.grad is not None]
     norms = [torch.linalg.vector_norm(gradient, norm_type, dtype=dtype) for gradient in gradients if gradient.numel()]
     norms.append(torch.zeros((), dtype=dtype, device=_local(first).device))  # a rank may hold nothing of this layout
@@ -91,9 +91,14 @@ def _layout_total(members: list[Tensor], norm_type: float) -> Tensor:
     total = torch.stack(norms).max() if is_inf else torch.stack(norms).pow(norm_type).sum()
     if isinstance(first, DTensor):
         for axis, placement in enumerate(first.placements):
-            if isinstance(placement, Shard):
-                op = dist.ReduceOp.MAX if is_inf else dist.ReduceOp.SUM
-                dist.all_reduce(total, op, group=first.device_mesh.get_group(axis))
+            if not placement.is_replicate():
+                group = first.device_mesh.get_group(axis)
+                if is_inf:
+                    largest = torch.stack([total.nan_to_num(nan=0.0, posinf=torch.inf), total.isnan().to(dtype)])
+                    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)  # MAX alone may lose a NaN
+                    total = torch.where(largest[1] > 0, torch.nan, largest[0])
+                else:
+                    dist.all_reduce(total, group=group)
     return total
 
 

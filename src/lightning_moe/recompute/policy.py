@@ -47,7 +47,7 @@ class RecomputePolicy:
         """
         if isinstance(recompute, RecomputePolicy):
             return recompute
-        if recompute not in PRESETS:
+        if not isinstance(recompute, str) or recompute not in PRESETS:
             names = ", ".join(map(repr, PRESETS))
             raise ValueError(
                 f"Expected argument `recompute` to be one of {names} or a `RecomputePolicy` but got {recompute!r}."

@@ -154,7 +154,7 @@ class ExpertParallel:
         blocks = find_blocks(module)
         expert_counts = [block.layer.experts.num_experts for block in blocks]
         mesh = self._open_mesh(device.type, world_size, ranks_per_host, expert_counts)
-        choice = select_dispatcher(self._settings.dispatcher, mesh.expert_parallel_group)
+        choice = select_dispatcher(self._settings.dispatcher, mesh.expert_parallel_group, device)
         how = Parallelism(
             mesh,
             choice,

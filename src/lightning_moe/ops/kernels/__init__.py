@@ -1,0 +1,30 @@
+"""The operations as Triton kernels, for tensors on a GPU. Each one's torch reference is the public function in ``ops``.
+
+Importing this package needs no Triton; importing its modules does.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def serve(*rows: Tensor) -> bool:
+    """Whether the kernels take these tensors: on a GPU, not empty, no wider than float32, elements of a row together."""
+    return all(x.is_cuda and x.numel() > 0 and x.dtype in DTYPES and x.stride(-1) == 1 for x in rows) and have_triton()
+
+
+def have(keys: Tensor) -> bool:
+    """Whether the kernels that sort keys take this tensor."""
+    return keys.is_cuda and keys.numel() > 0 and keys.dtype == torch.int32 and have_triton()
+
+
+@functools.cache
+def have_triton() -> bool:
+    """Whether Triton is installed."""
+    return importlib.util.find_spec("triton") is not None

@@ -1,0 +1,234 @@
+"""A grouped GEMM that sums over each expert's rows, all experts in one persistent launch.
+
+The operands are read by the tensor memory accelerator and multiplied by the warpgroup instructions of Hopper GPUs.
+
+Legend: R rows, C chunks of them, one after the other, each sorted by expert; e experts; M and N the sides of an expert's
+matrix.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+BLOCK_M, BLOCK_N, BLOCK_R = 128, 256, 64
+GROUP = 16  # so many neighbouring blocks of M run together, and share the rows in the L2 cache
+MIN_ROUNDS = 64  # tiles of a program that its schedule has room for; a power of two, rarely exceeded
+MANY = tl.constexpr(1 << 30)  # more rows than any tensor has
+
+
+def serves(out_eMN: Tensor, grad_RM: Tensor, rows_RN: Tensor, total_eMN: Tensor | None) -> bool:
+    """Whether the kernel takes these: contiguous, widths of whole vectors, rows in 16-bit floats, on a Hopper GPU."""
+    return (
+        grad_RM.dtype == rows_RN.dtype != torch.float32
+        and all(x.is_contiguous() and x.shape[-1] % 16 == 0 for x in (out_eMN, grad_RM, rows_RN))
+        and (total_eMN is None or (total_eMN.is_contiguous() and total_eMN.dtype == torch.float32))
+        and _is_hopper(out_eMN.device)
+    )
+
+
+def weight_gradient_of_experts(
+    out_eMN: Tensor, grad_RM: Tensor, rows_RN: Tensor, ends_Ce: Tensor, total_eMN: Tensor | None, scale: float
+) -> None:
+    """Write ``(total + grad^T rows) * scale`` for each expert.
+
+    Args:
+        out_eMN: ``[e, M, N]``, written; may be the total itself.
+        grad_RM: ``[R, M]``, 16-bit floats, R at least 1.
+        rows_RN: ``[R, N]``, likewise.
+        ends_Ce: int32 ``[C * e]``, where the rows of each chunk's experts end.
+        total_eMN: ``[e, M, N]`` float32, or ``None`` for zero.
+        scale: A factor.
+
+    """
+    num_experts, width_m, width_n = out_eMN.shape
+    add_in_place = total_eMN is not None and total_eMN.data_ptr() == out_eMN.data_ptr() and scale == 1.0
+    num_tiles = num_experts * triton.cdiv(width_m, BLOCK_M) * triton.cdiv(width_n, BLOCK_N)
+    num_programs = min(num_tiles, _num_multiprocessors(out_eMN.device))
+    parts, num_stages = _shared_memory(out_eMN.dtype, total_eMN is not None and not add_in_place)
+    _weight_gradient_kernel[(num_programs,)](
+        TensorDescriptor(out_eMN, list(out_eMN.shape), list(out_eMN.stride()), [1, BLOCK_M, BLOCK_N // parts]),
+        _rows_of_experts(grad_RM, BLOCK_M),
+        _rows_of_experts(rows_RN, BLOCK_N),
+        ends_Ce,
+        None if add_in_place else total_eMN,
+        scale,
+        num_experts,
+        width_m,
+        width_n,
+        CHUNKS=ends_Ce.shape[0] // num_experts,
+        EXPERTS=triton.next_power_of_2(num_experts),
+        ROUNDS=max(triton.next_power_of_2(triton.cdiv(num_tiles, num_programs)), MIN_ROUNDS),
+        ADD_IN_PLACE=add_in_place,
+        BLOCK_M=BLOCK_M,
+        BLOCK_N=BLOCK_N,
+        BLOCK_R=BLOCK_R,
+        GROUP=GROUP,
+        PARTS=parts,
+        num_warps=8,
+        num_stages=num_stages,
+    )
+
+
+def _shared_memory(out_dtype: torch.dtype, reads_total: bool) -> tuple[int, int]:
+    """In how many parts a tile is written, and how many row blocks are in flight: 227 KiB hold both.
+
+    A row block of both operands takes 48 KiB, a tile 64 KiB in 16 bits and 128 KiB in 32, a part of the total 32 KiB.
+    """
+    return (4, 3) if reads_total else (4, 4)
+
+
+def _rows_of_experts(rows_RX: Tensor, width: int) -> TensorDescriptor:
+    """A descriptor whose bounds check ends at an expert's last row instead of the tensor's: :func:`_load_rows` uses it.
+
+    An expert's ``n`` rows end at row ``end``. The two leading dimensions only move the origin. At index ``MANY`` of the
+    first and ``end`` of the second, and with strides that wrap around in 64 bits, index ``MANY - n + i`` of the third is
+    row ``end - n + i`` of the tensor, and it is out of bounds, thus read as zero, exactly if ``i >= n``.
+    """
+    stride = rows_RX.stride(0)
+    wrap = (1 << 64) // MANY.value  # MANY * wrap elements are no distance at all
+    shape = [MANY.value + 1, MANY.value, MANY.value, rows_RX.shape[1]]
+    return TensorDescriptor(rows_RX, shape, [wrap - stride, stride, stride, 1], [1, 1, BLOCK_R, width])
+
+
+@triton.jit
+def _load_rows(rows, end, size, row, column, BLOCK_R: tl.constexpr, WIDTH: tl.constexpr):
+    """Rows ``row`` and following of an expert's, ``[BLOCK_R, WIDTH]``; zero after its last."""
+    return rows.load([MANY, end, MANY - size + row, column]).reshape(BLOCK_R, WIDTH)
+
+
+@triton.jit
+def _load_total(total_ptr, expert, m, n, width_m, width_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    ms, ns = m + tl.arange(0, BLOCK_M)[:, None], n + tl.arange(0, BLOCK_N)[None, :]
+    line = expert.to(tl.int64) * width_m + ms
+    return tl.load(total_ptr + line * width_n + ns, mask=(ms < width_m) & (ns < width_n), other=0.0)
+
+
+@triton.jit
+def _halves(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The left and the right half of a tile's columns."""
+    return tile.reshape(ROWS, 2, COLUMNS // 2).permute(0, 2, 1).split()
+
+
+@triton.jit
+def _columns(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr):
+    """A tile in 1, 2 or 4 parts, from left to right."""
+    if PARTS == 1:
+        parts = (tile,)
+    elif PARTS == 2:
+        parts = _halves(tile, ROWS, COLUMNS)
+    else:
+        left, right = _halves(tile, ROWS, COLUMNS)
+        parts = _halves(left, ROWS, COLUMNS // 2) + _halves(right, ROWS, COLUMNS // 2)
+    return parts
+
+
+@triton.jit
+def _weight_gradient_kernel(
+    out,
+    grad,
+    rows,
+    ends_ptr,
+    total_ptr,
+    scale,
+    num_experts,
+    width_m,
+    width_n,
+    CHUNKS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    ROUNDS: tl.constexpr,
+    ADD_IN_PLACE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    GROUP: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Each program computes a fixed list of tiles, one after the other, in one loop over the row blocks of all of them.
+
+    One loop, and not one for each tile, so that the next tile's rows are fetched while this tile is written. Experts
+    take turns from the largest to the smallest, and the programs take tiles in alternating order, so that all programs
+    finish at about the same time, however uneven the experts are.
+    """
+    program, num_programs = tl.program_id(0), tl.num_programs(0)
+    blocks_m, blocks_n = tl.cdiv(width_m, BLOCK_M), tl.cdiv(width_n, BLOCK_N)
+    tiles_of_expert = blocks_m * blocks_n
+
+    experts = tl.arange(0, EXPERTS)
+    steps = tl.zeros((EXPERTS,), tl.int32)  # of a tile of each expert
+    for chunk in tl.static_range(CHUNKS):
+        groups = chunk * num_experts + experts
+        ends = tl.load(ends_ptr + groups, mask=experts < num_experts, other=0)
+        starts = tl.load(ends_ptr + groups - 1, mask=(experts < num_experts) & (groups > 0), other=0)
+        steps += tl.maximum(tl.cdiv(ends - starts, BLOCK_R), 1)  # no rows take a step too: the tile must be written
+    steps = tl.where(experts < num_experts, steps, 0)
+    by_size = tl.sort(steps.to(tl.int64) * EXPERTS + experts, descending=True)
+
+    rounds = tl.arange(0, ROUNDS)
+    turns = (rounds * num_programs + _turn(rounds, program, num_programs)) // tiles_of_expert
+    steps_of_turns = tl.gather(by_size, tl.minimum(turns, EXPERTS - 1), 0) // EXPERTS
+    num_steps = tl.sum(tl.where(turns < num_experts, steps_of_turns, 0)).to(tl.int32)
+
+    round = -1
+    chunk = CHUNKS - 1
+    expert = 0
+    m = 0
+    n = 0
+    end = 0
+    size = 0
+    row = 0
+    tile = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for _ in tl.range(num_steps):
+        row += BLOCK_R
+        if row >= size:
+            chunk += 1
+            if chunk == CHUNKS:
+                chunk = 0
+                round += 1
+                index = round * num_programs + _turn(round, program, num_programs)
+                expert = (tl.sum(tl.where(experts == index // tiles_of_expert, by_size, 0)) % EXPERTS).to(tl.int32)
+                within = index % tiles_of_expert
+                first_m = within // (GROUP * blocks_n) * GROUP
+                height = tl.minimum(blocks_m - first_m, GROUP)
+                within = within % (GROUP * blocks_n)
+                m = (first_m + within % height) * BLOCK_M
+                n = within // height * BLOCK_N
+            group = chunk * num_experts + expert
+            end = tl.load(ends_ptr + group)
+            size = end - tl.load(ends_ptr + group - 1, mask=group > 0, other=0)
+            row = 0
+        grad_block = _load_rows(grad, end, size, row, m, BLOCK_R, BLOCK_M)
+        rows_block = _load_rows(rows, end, size, row, n, BLOCK_R, BLOCK_N)
+        tile = tl.dot(grad_block.T, rows_block, tile)
+        if (row + BLOCK_R >= size) & (chunk == CHUNKS - 1):
+            WIDTH: tl.constexpr = BLOCK_N // PARTS
+            parts = _columns(tile, BLOCK_M, BLOCK_N, PARTS)
+            for i in tl.static_range(PARTS):
+                part, column = parts[i], n + i * WIDTH
+                if ADD_IN_PLACE:
+                    out.atomic_add([expert, m, column], part.reshape(1, BLOCK_M, WIDTH))
+                else:
+                    if total_ptr is not None:
+                        part += _load_total(total_ptr, expert, m, column, width_m, width_n, BLOCK_M, WIDTH)
+                    out.store([expert, m, column], (part * scale).to(out.dtype).reshape(1, BLOCK_M, WIDTH))
+            tile = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+
+
+@triton.jit
+def _turn(round, program, num_programs):
+    """A program's place in a round of tiles: forth in even rounds, back in odd ones."""
+    return tl.where(round % 2 == 0, program, num_programs - 1 - program)
+
+
+def _is_hopper(device: torch.device) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
+
+
+@functools.cache
+def _num_multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count

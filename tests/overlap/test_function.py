@@ -1,0 +1,176 @@
+"""chunked_experts through autograd: gradients, what is kept for them, and what is not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_moe.dispatch import LocalDispatcher
+from lightning_moe.overlap import chunked_experts, primitives
+from lightning_moe.recompute.policy import ROUTED_MODES
+from overlap.dense import HIDDEN, NUM_EXPERTS, TOP_K, WIDTH, dense, make_case
+
+NAMES = ("tokens", "weights", "gate_up", "down")
+
+
+def leaves(case, frozen=()):
+    tensors = (case.tokens_TH, case.weights_TK, case.gate_up_E2FH, case.down_EHF)
+    return [x.clone().requires_grad_(name not in frozen) for name, x in zip(NAMES, tensors, strict=True)]
+
+
+def layer(inputs, ids_TK, mode: str, num_chunks: int = 3, scale: float = 1.0):
+    dispatcher = LocalDispatcher()
+    return chunked_experts(*inputs, dispatcher, dispatcher.plan(ids_TK, NUM_EXPERTS, num_chunks), mode, scale)
+
+
+def assert_same_gradients(inputs, expected, scale: float = 1.0) -> None:
+    for name, actual, exact in zip(NAMES, inputs, expected, strict=True):
+        assert (actual.grad is None) == (exact.grad is None), name
+        if exact.grad is not None:
+            factor = scale if name in ("gate_up", "down") else 1.0
+            torch.testing.assert_close(actual.grad, factor * exact.grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("pattern", ["any", "slots"])
+@pytest.mark.parametrize("mode", ROUTED_MODES)
+def test_gradcheck(mode, pattern):
+    """Numerical derivatives of all four inputs; five tokens in three chunks."""
+    case = make_case(0, 5, pattern, hidden=3, width=2)
+    assert torch.autograd.gradcheck(
+        lambda *inputs: layer(inputs, case.ids_TK, mode), leaves(case), fast_mode=True, atol=1e-7
+    )
+
+
+@pytest.mark.parametrize(
+    "frozen",
+    [
+        ("gate_up",),
+        ("down",),
+        ("gate_up", "down"),
+        ("tokens",),
+        ("weights",),
+        ("tokens", "weights"),
+        NAMES[1:],
+        NAMES[:3],
+    ],
+    ids="+".join,
+)
+@pytest.mark.parametrize("mode", ROUTED_MODES)
+def test_what_is_frozen_gets_no_gradient_and_the_rest_its_own(mode, frozen, monkeypatch):
+    """Nor is a frozen matrix's gradient computed."""
+    computed = []
+    backward = primitives.backward
+    monkeypatch.setattr(primitives, "backward", lambda *args: computed.append(backward(*args)) or computed[-1])
+    case = make_case(0, 7, "slots")
+    inputs, expected = leaves(case, frozen), leaves(case, frozen)
+    layer(inputs, case.ids_TK, mode, scale=0.5).backward(case.grad_TH)
+    dense(*expected[:2], case.ids_TK, *expected[2:]).backward(case.grad_TH)
+    assert_same_gradients(inputs, expected, scale=0.5)
+    (grads,) = computed
+    assert [grads.gate_up_e2FH is None, grads.down_eHF is None] == [name in frozen for name in NAMES[2:]]
+
+
+@pytest.mark.parametrize("mode", ROUTED_MODES)
+@pytest.mark.parametrize("num_tokens", [0, 1, 2])
+def test_fewer_tokens_than_chunks(num_tokens, mode):
+    case = make_case(0, num_tokens)
+    inputs, expected = leaves(case), leaves(case)
+    out_TH = layer(inputs, case.ids_TK, mode, num_chunks=5)
+    exact_TH = dense(*expected[:2], case.ids_TK, *expected[2:])
+    torch.testing.assert_close(out_TH, exact_TH, rtol=1e-12, atol=1e-12)
+    out_TH.backward(case.grad_TH)
+    exact_TH.backward(case.grad_TH)
+    assert_same_gradients(inputs, expected)
+
+
+@pytest.mark.parametrize("mode", ROUTED_MODES)
+def test_an_upstream_gradient_that_is_not_contiguous(mode):
+    """Expanded (stride 0 on both axes, and on one), and transposed; tokens and weights are transposed views too."""
+    case = make_case(0, 7)
+    column_H, factor = case.grad_TH[0], case.grad_TH[1, 0]
+    for project in (
+        lambda out_TH: out_TH.sum() * factor,
+        lambda out_TH: out_TH.sum(0) @ column_H,
+        lambda out_TH: (out_TH.t() * case.grad_TH.t().contiguous()).sum(),
+    ):
+        inputs, expected = leaves(case), leaves(case)
+        views = [x.detach().t().contiguous().t().requires_grad_() for x in inputs[:2]]
+        inputs = views + inputs[2:]
+        assert not views[0].is_contiguous()
+        project(layer(inputs, case.ids_TK, mode)).backward()
+        project(dense(*expected[:2], case.ids_TK, *expected[2:])).backward()
+        assert_same_gradients(inputs, expected)
+
+
+@pytest.mark.parametrize("mode", ROUTED_MODES)
+def test_saved_elements_are_those_of_the_formula(mode):
+    """What autograd holds beside the inputs, for each token: RecomputePolicy's table, and K routing weights."""
+    case = make_case(0, 12)
+    inputs = leaves(case)
+    of_inputs = {x.untyped_storage().data_ptr(): name for name, x in zip(NAMES, inputs, strict=True)}
+    saved, from_inputs = [], set()
+
+    def pack(tensor):
+        name = of_inputs.get(tensor.untyped_storage().data_ptr())
+        from_inputs.add(name) if name else saved.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out_TH = layer(inputs, case.ids_TK, mode, num_chunks=3)
+    per_token = {
+        "none": TOP_K * (HIDDEN + 3 * WIDTH) + TOP_K,
+        "act": TOP_K * (HIDDEN + 2 * WIDTH) + TOP_K,
+        "dispatch": TOP_K * 2 * WIDTH + TOP_K,
+        "full": 0,
+    }
+    again = {"none": set(), "act": set(), "dispatch": {"tokens"}, "full": {"tokens", "weights"}}
+    assert sum(saved) == 12 * per_token[mode]
+    assert from_inputs == {"gate_up", "down"} | again[mode]
+    del out_TH
+
+
+@pytest.mark.parametrize("no_graph", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("mode", ROUTED_MODES)
+def test_without_a_graph_nothing_is_kept(mode, no_graph, monkeypatch):
+    kept_by_forward = []
+    forward = primitives.forward
+
+    def spy(*args, **options):
+        out_TH, kept = forward(*args, **options)
+        kept_by_forward.extend(tensor for chunk in kept for tensor in vars(chunk).values())
+        return out_TH, kept
+
+    monkeypatch.setattr(primitives, "forward", spy)
+    case = make_case(0, 7)
+    inputs = leaves(case)
+    with no_graph():
+        out_TH = layer(inputs, case.ids_TK, mode)
+    assert not out_TH.requires_grad
+    assert kept_by_forward == [None] * 12
+    torch.testing.assert_close(out_TH, dense(*inputs[:2], case.ids_TK, *inputs[2:]).detach(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("mode", ROUTED_MODES)
+def test_a_matrix_hears_its_gradient_once_and_backward_can_run_twice(mode):
+    """One accumulation for a layer call of three chunks; a graph that is retained gives the same gradient again."""
+    case = make_case(0, 7)
+    inputs = leaves(case)
+    heard = []
+    for name, x in zip(NAMES, inputs, strict=True):
+        x.register_post_accumulate_grad_hook(lambda _, name=name: heard.append(name))
+    out_TH = layer(inputs, case.ids_TK, mode)
+    out_TH.backward(case.grad_TH, retain_graph=True)
+    assert sorted(heard) == sorted(NAMES)
+    first = [x.grad.clone() for x in inputs]
+    out_TH.backward(case.grad_TH)
+    for x, once in zip(inputs, first, strict=True):
+        assert once.norm() > 0
+        assert torch.equal(x.grad, 2 * once)
+
+
+def test_a_second_derivative_is_refused():
+    case = make_case(0, 4)
+    inputs, grad_TH = leaves(case), case.grad_TH.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(layer(inputs, case.ids_TK, "none"), inputs[0], grad_TH, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        (grad * case.grad_TH).sum().backward()

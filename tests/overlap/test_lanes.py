@@ -1,0 +1,123 @@
+"""The order in which a pipeline issues work and communication: it must be the same on every rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from helpers.processes import run
+from lightning_moe.dispatch import select_dispatcher
+from lightning_moe.overlap import primitives
+from lightning_moe.overlap.lanes import Lanes, pipeline
+from lightning_moe.overlap.primitives import Weights
+from overlap.dense import NUM_EXPERTS, make_case
+
+
+class Noted:
+    """A ticket that notes when the compute lane waited for it."""
+
+    def __init__(self, events: list, name: str) -> None:
+        self.wait = lambda: events.append(name)
+
+
+def calls(num_chunks: int) -> list[str]:
+    events: list[str] = []
+
+    def arrive(i):
+        events.append(f"arrive {i}")
+        return Noted(events, f"wait for {i}"), f"rows {i}"
+
+    def work(i, arrived):
+        assert arrived == f"rows {i}"
+        events.append(f"work {i}")
+        return f"product {i}"
+
+    def leave(i, product):
+        assert product == f"product {i}"
+        events.append(f"leave {i}")
+        return Noted(events, f"gone {i}")
+
+    pipeline(range(num_chunks), arrive, work, leave)
+    return events
+
+
+def test_three_chunks_overlap_with_their_neighbours():
+    assert calls(3) == [
+        *("arrive 0", "wait for 0", "arrive 1", "work 0", "leave 0"),
+        *("wait for 1", "arrive 2", "work 1", "gone 0", "leave 1"),
+        *("wait for 2", "work 2", "gone 1", "leave 2", "gone 2"),
+    ]
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2, 4, 7])
+def test_communication_alternates_and_every_ticket_is_waited_for(num_chunks):
+    events = calls(num_chunks)
+    expected = ["arrive 0"]
+    for i in range(num_chunks):
+        expected += [f"arrive {i + 1}"] * (i + 1 < num_chunks) + [f"leave {i}"]
+    assert [event for event in events if event.startswith(("arrive", "leave"))] == expected
+    for i in range(num_chunks):
+        assert events.index(f"arrive {i}") < events.index(f"wait for {i}") < events.index(f"work {i}")
+        assert events.index(f"work {i}") < events.index(f"leave {i}") < events.index(f"gone {i}")
+
+
+def test_on_a_cpu_communication_runs_when_it_is_issued():
+    done = []
+    ticket = Lanes(torch.device("cpu")).communicate(done.append, 7)
+    assert done == [7]
+    ticket.wait()
+    assert done == [7]
+
+
+class Recorder:
+    """A dispatcher that notes its calls as (what, width)."""
+
+    def __init__(self, dispatcher) -> None:
+        self._dispatcher, self.calls = dispatcher, []
+
+    def __getattr__(self, name):
+        return getattr(self._dispatcher, name)
+
+    def dispatch(self, plan, tokens, rows):
+        self.calls += [("dispatch", tokens_TX.shape[1]) for tokens_TX in tokens]
+        self._dispatcher.dispatch(plan, tokens, rows)
+
+    def combine(self, plan, rows, tokens):
+        self.calls += [("combine", tokens_TX.shape[1]) for tokens_TX in tokens]
+        self._dispatcher.combine(plan, rows, tokens)
+
+
+def recorded_exchanges(sizes: list[int], num_chunks: int) -> dict[str, list]:
+    rank = dist.get_rank()
+    case = make_case(rank, sizes[rank])
+    mine = slice(rank * NUM_EXPERTS // len(sizes), (rank + 1) * NUM_EXPERTS // len(sizes))
+    experts = Weights(case.gate_up_E2FH[mine], case.down_EHF[mine])
+    recorder = Recorder(select_dispatcher("auto", dist.group.WORLD, torch.device("cpu")).dispatcher)
+    plans = recorder.plan(case.ids_TK, NUM_EXPERTS, num_chunks)
+    inputs, found = (case.tokens_TH, case.weights_TK), {}
+    for mode in ("none", "dispatch", "full"):
+        _, kept = primitives.forward(recorder, plans, *inputs, experts, mode)
+        found[f"forward {mode}"], recorder.calls = recorder.calls, []
+        primitives.backward(recorder, plans, kept, case.grad_TH, *inputs, experts)
+        found[f"backward {mode}"], recorder.calls = recorder.calls, []
+    return found
+
+
+def test_ranks_exchange_in_one_order_whatever_their_tokens():
+    """A rank with no tokens and one with fewer tokens than chunks issue what the others do; forward combines only once a
+    chunk, and a recompute combines no output."""
+    by_rank = run(recorded_exchanges, 4, [0, 9, 1, 3], 3)
+    hidden, top_k = make_case(0, 1).tokens_TH.shape[1], make_case(0, 1).weights_TK.shape[1]
+
+    def order(arriving: list[int], leaving: list[int]) -> list:
+        arrive, leave = [("dispatch", width) for width in arriving], [("combine", width) for width in leaving]
+        return [*arrive, *arrive, *leave, *arrive, *leave, *leave]
+
+    expected = {
+        **{f"forward {mode}": order([hidden, top_k], [hidden]) for mode in ("none", "dispatch", "full")},
+        "backward none": order([hidden], [hidden, top_k]),
+        "backward dispatch": order([hidden, hidden], [hidden, top_k]),
+        "backward full": order([hidden, hidden, top_k], [hidden, top_k]),
+    }
+    assert by_rank == [expected] * 4
