@@ -9,24 +9,34 @@ import torch.distributed as dist
 from helpers.processes import run
 from lightning_moe.dispatch import select_dispatcher
 from lightning_moe.overlap import primitives
-from lightning_moe.overlap.lanes import Lanes, pipeline
+from lightning_moe.overlap.lanes import Communication, Lanes, pipeline
 from lightning_moe.overlap.primitives import Weights
 from overlap.dense import NUM_EXPERTS, make_case
 
 
-class Noted:
-    """A ticket that notes when the compute lane waited for it."""
+class NotedLanes:
+    """Lanes that note what is issued, after which mark, and when it was waited for."""
 
-    def __init__(self, events: list, name: str) -> None:
-        self.wait = lambda: events.append(name)
+    def __init__(self, events: list) -> None:
+        self.events = events
+
+    def mark(self):
+        return len(self.events)
+
+    def communicate(self, communication, after):
+        (name,) = communication.args
+        communication.run(name)
+        self.after = after
+        ticket = type("Ticket", (), {})()
+        ticket.wait = lambda: self.events.append(f"wait for {name}")
+        return ticket
 
 
-def calls(num_chunks: int) -> list[str]:
+def calls(num_chunks: int, finishing: bool = False) -> list[str]:
     events: list[str] = []
 
     def arrive(i):
-        events.append(f"arrive {i}")
-        return Noted(events, f"wait for {i}"), f"rows {i}"
+        return Communication(events.append, (f"arrive {i}",)), f"rows {i}"
 
     def work(i, arrived):
         assert arrived == f"rows {i}"
@@ -35,19 +45,48 @@ def calls(num_chunks: int) -> list[str]:
 
     def leave(i, product):
         assert product == f"product {i}"
-        events.append(f"leave {i}")
-        return Noted(events, f"gone {i}")
+        return Communication(events.append, (f"leave {i}",))
 
-    pipeline(range(num_chunks), arrive, work, leave)
+    def finish(i, product):
+        assert product == f"product {i}"
+        events.append(f"finish {i}")
+
+    pipeline(NotedLanes(events), range(num_chunks), arrive, work, leave, finish if finishing else None)
     return events
 
 
 def test_three_chunks_overlap_with_their_neighbours():
     assert calls(3) == [
-        *("arrive 0", "wait for 0", "arrive 1", "work 0", "leave 0"),
-        *("wait for 1", "arrive 2", "work 1", "gone 0", "leave 1"),
-        *("wait for 2", "work 2", "gone 1", "leave 2", "gone 2"),
+        *("arrive 0", "wait for arrive 0", "work 0", "arrive 1", "leave 0"),
+        *("wait for arrive 1", "work 1", "arrive 2", "wait for leave 0", "leave 1"),
+        *("wait for arrive 2", "work 2", "wait for leave 1", "leave 2", "wait for leave 2"),
     ]
+
+
+def test_what_nobody_waits_for_runs_beside_the_leaving():
+    assert calls(2, finishing=True) == [
+        *("arrive 0", "wait for arrive 0", "work 0", "arrive 1", "leave 0", "finish 0"),
+        *("wait for arrive 1", "work 1", "wait for leave 0", "leave 1", "finish 1", "wait for leave 1"),
+    ]
+
+
+def test_an_arrival_waits_for_the_mark_before_the_work_beside_it():
+    events, marks = [], {}
+
+    class Marked(NotedLanes):
+        def communicate(self, communication, after):
+            marks[communication.args[0]] = after
+            return super().communicate(communication, after)
+
+    def arrive(i):
+        return Communication(events.append, (f"arrive {i}",)), i
+
+    def leave(i, _):
+        return Communication(events.append, (f"leave {i}",))
+
+    pipeline(Marked(events), range(2), arrive, lambda i, _: events.append(f"work {i}"), leave)
+    assert marks["arrive 1"] <= events.index("work 0") < events.index("arrive 1")
+    assert marks["leave 0"] > events.index("work 0")
 
 
 @pytest.mark.parametrize("num_chunks", [1, 2, 4, 7])
@@ -58,13 +97,14 @@ def test_communication_alternates_and_every_ticket_is_waited_for(num_chunks):
         expected += [f"arrive {i + 1}"] * (i + 1 < num_chunks) + [f"leave {i}"]
     assert [event for event in events if event.startswith(("arrive", "leave"))] == expected
     for i in range(num_chunks):
-        assert events.index(f"arrive {i}") < events.index(f"wait for {i}") < events.index(f"work {i}")
-        assert events.index(f"work {i}") < events.index(f"leave {i}") < events.index(f"gone {i}")
+        assert events.index(f"arrive {i}") < events.index(f"wait for arrive {i}") < events.index(f"work {i}")
+        assert events.index(f"work {i}") < events.index(f"leave {i}") < events.index(f"wait for leave {i}")
 
 
 def test_on_a_cpu_communication_runs_when_it_is_issued():
     done = []
-    ticket = Lanes(torch.device("cpu")).communicate(done.append, 7)
+    lanes = Lanes(torch.device("cpu"))
+    ticket = lanes.communicate(Communication(done.append, (7,)), lanes.mark())
     assert done == [7]
     ticket.wait()
     assert done == [7]

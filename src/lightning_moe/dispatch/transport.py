@@ -103,9 +103,10 @@ class NVLinkTransport:
         for peer in self._peers():
             box.handle.put_signal(peer, _READY + self._turn, self._timeout_ms)
         lane = torch.cuda.current_stream(self._device)
+        packed = lane.record_event()
         for peer, stream in zip(self._peers(), [lane, *self._streams], strict=True):
             first = sum(traffic[peer][:me])
-            stream.wait_stream(lane)
+            stream.wait_event(packed)
             with torch.cuda.stream(stream):
                 box.handle.wait_signal(peer, _READY + self._turn, self._timeout_ms)
                 for (start, _), parts in zip(regions, arrival_of, strict=True):

@@ -10,9 +10,8 @@ On a CPU there is one lane: communication runs when it is issued, and waiting do
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -21,18 +20,24 @@ Arrived = TypeVar("Arrived")
 Leaving = TypeVar("Leaving")
 
 
-@dataclass
+class Communication(NamedTuple):
+    """A call that is to run on the communication lane: ``run(*args)``."""
+
+    run: Callable[..., None]
+    args: tuple[Any, ...]
+
+
 class Ticket:
     """Communication that was issued; :meth:`wait` orders the compute lane after it."""
 
-    _event: torch.cuda.Event | None
-    _held: tuple[Any, ...]
+    def __init__(self, event: torch.cuda.Event | None, held: Communication | None) -> None:
+        self._event, self._held = event, held
 
     def wait(self) -> None:
         """Let everything that the compute lane does from here on see the communication's result."""
         if self._event is not None:
             self._event.wait()
-        self._held = ()
+        self._held = None
 
 
 class Lanes:
@@ -46,41 +51,56 @@ class Lanes:
     def __init__(self, device: torch.device) -> None:
         self._stream = _communication_stream(device) if device.type == "cuda" else None
 
-    def communicate(self, run: Callable[..., None], *args: Any) -> Ticket:
-        """Run ``run(*args)`` on the communication lane, after everything issued on the compute lane so far."""
+    def mark(self) -> torch.cuda.Event | None:
+        """Now, on the compute lane."""
+        return None if self._stream is None else torch.cuda.current_stream(self._stream.device).record_event()
+
+    def communicate(self, communication: Communication, after: torch.cuda.Event | None) -> Ticket:
+        """Run on the communication lane what may start once the compute lane has reached a mark.
+
+        What it touches was allocated before the mark was taken.
+        """
         if self._stream is None:
-            run(*args)
-            return Ticket(None, ())
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+            communication.run(*communication.args)
+            return Ticket(None, None)
+        assert after is not None
+        self._stream.wait_event(after)
         with torch.cuda.stream(self._stream):
-            run(*args)
-            return Ticket(self._stream.record_event(), args)
+            communication.run(*communication.args)
+            return Ticket(self._stream.record_event(), communication)
 
 
 def pipeline(
+    lanes: Lanes,
     chunks: Sequence[Chunk],
-    arrive: Callable[[Chunk], tuple[Ticket, Arrived]],
+    arrive: Callable[[Chunk], tuple[Communication, Arrived]],
     work: Callable[[Chunk, Arrived], Leaving],
-    leave: Callable[[Chunk, Leaving], Ticket],
+    leave: Callable[[Chunk, Leaving], Communication],
     finish: Callable[[Chunk, Leaving], None] | None = None,
 ) -> None:
-    """Run ``leave(work(arrive(chunk)))`` for every chunk, with the neighbours' communication beside each chunk's work.
+    """Let every chunk arrive, work on it, let it leave, with the neighbours' communication beside each chunk's work.
 
     While chunk i is worked on, chunk i+1 arrives and chunk i-1 leaves. The communication lane sees arrive(0), arrive(1),
     leave(0), arrive(2), leave(1), ...: an order that depends on nothing but the number of chunks, so it is the same on
     every rank. What of a chunk's work nobody waits for goes into ``finish``, which runs beside the chunk's own leaving.
+
+    The host issues a chunk's work before the next one's arrival, so that the device need not wait for the latter's launches;
+    the arrival starts all the same with the work, since it waits only for the mark before it.
     """
-    arriving = arrive(chunks[0])
+    arrival, arrived = arrive(chunks[0])
+    arriving = lanes.communicate(arrival, lanes.mark())
     leaving: Ticket | None = None
     for i, chunk in enumerate(chunks):
-        ticket, arrived = arriving
-        ticket.wait()
-        if i + 1 < len(chunks):
-            arriving = arrive(chunks[i + 1])
+        arriving.wait()
+        following = arrive(chunks[i + 1]) if i + 1 < len(chunks) else None
+        start = lanes.mark()
         product = work(chunk, arrived)
+        if following is not None:
+            arrival, arrived = following
+            arriving = lanes.communicate(arrival, start)
         if leaving is not None:
             leaving.wait()
-        leaving = leave(chunk, product)
+        leaving = lanes.communicate(leave(chunk, product), lanes.mark())
         if finish is not None:
             finish(chunk, product)
     if leaving is not None:
@@ -89,4 +109,5 @@ def pipeline(
 
 @lru_cache
 def _communication_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]  # high priority: a transfer that waits for a free SM is a late one
+    # high priority: a packing kernel that waits for a multiprocessor is a late transfer
+    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]

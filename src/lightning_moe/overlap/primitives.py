@@ -25,7 +25,7 @@ from lightning_moe.dispatch.base import Dispatcher, Plan
 from lightning_moe.ops.grouped_mm import Groups, grouped_mm, weight_gradient
 from lightning_moe.ops.rows import accumulation_dtype, gather, reduce
 from lightning_moe.ops.swiglu import swiglu, swiglu_backward
-from lightning_moe.overlap.lanes import Lanes, Ticket, pipeline
+from lightning_moe.overlap.lanes import Communication, Lanes, pipeline
 from lightning_moe.recompute.policy import RoutedMode
 
 
@@ -111,13 +111,12 @@ def forward(
         ``[T, H]``, and what each chunk keeps.
 
     """
-    lanes = Lanes(tokens_TH.device)
     if out_TH is None:
         out_TH = torch.empty_like(tokens_TH)
     kept: list[Kept] = []
 
-    def arrive(plan: Plan) -> tuple[Ticket, list[Tensor]]:
-        return _dispatch(lanes, dispatcher, plan, [tokens_TH[plan.tokens], weights_TK[plan.tokens]])
+    def arrive(plan: Plan) -> tuple[Communication, list[Tensor]]:
+        return _dispatch(dispatcher, plan, [tokens_TH[plan.tokens], weights_TK[plan.tokens]])
 
     def work(plan: Plan, arrived: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         rows_NH, weights_NK = arrived
@@ -131,10 +130,10 @@ def forward(
         reduce(out_RH, plan.by_expert, out_NH)
         return [out_NH], [home_TH]
 
-    def leave(plan: Plan, product: tuple[list[Tensor], list[Tensor]]) -> Ticket:
-        return lanes.communicate(dispatcher.combine, plan, *product)
+    def leave(plan: Plan, product: tuple[list[Tensor], list[Tensor]]) -> Communication:
+        return Communication(dispatcher.combine, (plan, *product))
 
-    pipeline(plans, arrive, work, leave)
+    pipeline(Lanes(tokens_TH.device), plans, arrive, work, leave)
     return out_TH, kept
 
 
@@ -165,7 +164,6 @@ def backward(
         grad_tokens_TH: A buffer for the input's gradient; allocated where it is not given.
 
     """
-    lanes = Lanes(grad_TH.device)
     num_slots = plans[0].by_expert.copies_MJ.shape[1]
     dtype = accumulation_dtype(grad_TH.dtype)
     if grad_tokens_TH is None:
@@ -176,11 +174,11 @@ def backward(
         for weight, needed in zip(experts, needs_weight_grad, strict=True)
     )
 
-    def arrive(chunk: tuple[Plan, Kept]) -> tuple[Ticket, list[Tensor]]:
+    def arrive(chunk: tuple[Plan, Kept]) -> tuple[Communication, list[Tensor]]:
         plan, held = chunk
         again = [tokens_TH if held.rows_RH is None else None, weights_TK if held.weights_R is None else None]
         outgoing = [tensor[plan.tokens] for tensor in (grad_TH, *again) if tensor is not None]
-        return _dispatch(lanes, dispatcher, plan, outgoing)
+        return _dispatch(dispatcher, plan, outgoing)
 
     def work(chunk: tuple[Plan, Kept], arrived: list[Tensor]) -> _BackwardChunk:
         plan, held = chunk
@@ -203,8 +201,8 @@ def backward(
             [grad_rows_NH, grad_weights_NK], [home_TH, home_TK], (grad_gate_up_R2F, rows_RH), (grad_out_RH, act_RF)
         )
 
-    def leave(chunk: tuple[Plan, Kept], product: _BackwardChunk) -> Ticket:
-        return lanes.communicate(dispatcher.combine, chunk[0], product.rows, product.homes)
+    def leave(chunk: tuple[Plan, Kept], product: _BackwardChunk) -> Communication:
+        return Communication(dispatcher.combine, (chunk[0], product.rows, product.homes))
 
     def finish(chunk: tuple[Plan, Kept], product: _BackwardChunk) -> None:
         if grad_gate_up is not None:
@@ -212,7 +210,7 @@ def backward(
         if grad_down is not None:
             grad_down.add(*product.down_operands, chunk[0].groups)
 
-    pipeline(list(zip(plans, kept, strict=True)), arrive, work, leave, finish)
+    pipeline(Lanes(grad_TH.device), list(zip(plans, kept, strict=True)), arrive, work, leave, finish)
     return Gradients(
         grad_tokens_TH,
         grad_weights_TK,
@@ -299,7 +297,7 @@ def _weights_by_expert(weights_NK: Tensor, plan: Plan) -> Tensor:
     return weights_NK.reshape(-1).index_select(0, plan.slots_R)
 
 
-def _dispatch(lanes: Lanes, dispatcher: Dispatcher, plan: Plan, tokens: list[Tensor]) -> tuple[Ticket, list[Tensor]]:
-    """Dispatch several tensors of one chunk together."""
+def _dispatch(dispatcher: Dispatcher, plan: Plan, tokens: list[Tensor]) -> tuple[Communication, list[Tensor]]:
+    """The dispatch of several tensors of one chunk, and the rows that it will fill."""
     rows = [dispatcher.rows_like(plan, tokens_TX) for tokens_TX in tokens]
-    return lanes.communicate(dispatcher.dispatch, plan, tokens, rows), rows
+    return Communication(dispatcher.dispatch, (plan, tokens, rows)), rows

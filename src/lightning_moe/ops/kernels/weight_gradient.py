@@ -50,7 +50,7 @@ def weight_gradient_of_experts(
     add_in_place = total_eMN is not None and total_eMN.data_ptr() == out_eMN.data_ptr() and scale == 1.0
     num_tiles = num_experts * triton.cdiv(width_m, BLOCK_M) * triton.cdiv(width_n, BLOCK_N)
     num_programs = min(num_tiles, _num_multiprocessors(out_eMN.device))
-    parts, num_stages = _shared_memory(out_eMN.dtype, total_eMN is not None and not add_in_place)
+    parts, num_stages = _shared_memory(total_eMN is not None and not add_in_place)
     _weight_gradient_kernel[(num_programs,)](
         TensorDescriptor(out_eMN, list(out_eMN.shape), list(out_eMN.stride()), [1, BLOCK_M, BLOCK_N // parts]),
         _rows_of_experts(grad_RM, BLOCK_M),
@@ -75,10 +75,11 @@ def weight_gradient_of_experts(
     )
 
 
-def _shared_memory(out_dtype: torch.dtype, reads_total: bool) -> tuple[int, int]:
-    """In how many parts a tile is written, and how many row blocks are in flight: 227 KiB hold both.
+def _shared_memory(reads_total: bool) -> tuple[int, int]:
+    """In how many parts a tile is written, and how many row blocks are in flight.
 
-    A row block of both operands takes 48 KiB, a tile 64 KiB in 16 bits and 128 KiB in 32, a part of the total 32 KiB.
+    227 KiB hold both: 48 KiB for each row block of the two operands, 32 KiB for a quarter of a tile in float32, and as
+    much again where a quarter of the total is read.
     """
     return (4, 3) if reads_total else (4, 4)
 
