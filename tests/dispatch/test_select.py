@@ -20,7 +20,7 @@ def choices_in_groups_of_one_and_two() -> dict:
             try:
                 choice = select_dispatcher(name, group, torch.device("cpu"))
                 assert choice.dispatcher.size == size
-                found[size, name] = type(choice.dispatcher), choice.name, choice.reason
+                found[size, name] = type(choice.dispatcher), choice.name, "; ".join(choice.reasons)
             except ValueError as error:
                 found[size, name] = ValueError, str(error), None
     return found

@@ -10,6 +10,7 @@ import faulthandler
 import io
 import multiprocessing as mp
 import os
+import queue
 import socket
 import sys
 import tempfile
@@ -75,9 +76,8 @@ def _collect(processes: list[Any], results: Any, deadline: float, folder: str) -
                 done[rank] = torch.load(io.BytesIO(value), weights_only=False)
             else:
                 errors[rank] = error
-        except Exception as problem:  # queue.Empty
-            if type(problem).__name__ != "Empty":
-                raise
+        except queue.Empty:
+            pass
         dead = [r for r, p in enumerate(processes) if p.exitcode not in (None, 0) and r not in done]
         if dead and results.empty():
             errors.update({r: f"process ended with exit code {processes[r].exitcode}" for r in dead})

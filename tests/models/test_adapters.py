@@ -165,9 +165,45 @@ def test_layers_of_this_package_are_found_and_stay():
     assert [block.layer for block in swap_blocks(layer)] == [layer]
 
 
-def test_a_block_under_two_names_becomes_one_layer():
+def shared_block(model):
+    model.model.layers[1].mlp = model.model.layers[0].mlp
+
+
+def own_forward(model):
+    block = model.model.layers[0].mlp
+    block.__class__ = type("Doubled", (type(block),), {"forward": lambda self, x: 2 * x})
+
+
+def patched_forward(model):
+    model.model.layers[0].mlp.forward = lambda x: x
+
+
+def extra_module(model):
+    model.model.layers[0].mlp.adapter = nn.Linear(16, 16)
+
+
+def hook(model):
+    model.model.layers[0].mlp.register_forward_hook(lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (shared_block, "`model.layers.0.mlp` is shared: it is `model.layers.1.mlp` too"),
+        (own_forward, "`model.layers.0.mlp` .*its `forward` is another one"),
+        (patched_forward, "its `forward` is another one"),
+        (extra_module, "it holds 'adapter'"),
+        (hook, "it has hooks"),
+    ],
+)
+def test_what_a_swap_would_lose_is_refused(change, message):
     model = qwen3_moe(torch.float32)
-    model.also = model.model.layers[0].mlp
-    assert len(swap_blocks(model)) == 2
-    assert model.also is model.model.layers[0].mlp
-    assert isinstance(model.also, MoELayer)
+    change(model)
+    with pytest.raises(ValueError, match=message):
+        swap_blocks(model)
+
+
+def test_a_decoder_layer_that_is_used_twice_has_one_block():
+    model = qwen3_moe(torch.float32)
+    model.model.layers[1] = model.model.layers[0]
+    assert [block.name for block in swap_blocks(model)] == ["model.layers.0.mlp"]

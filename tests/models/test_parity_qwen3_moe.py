@@ -27,6 +27,30 @@ def reference(world_size: int, dtype: torch.dtype, **overrides):
     return [loss.item() for loss in losses], {name: p.grad for name, p in model.named_parameters()}
 
 
+def narrow_gradients(precision: str, world_size: int):
+    """Gradients of a bfloat16 run; its weights are bfloat16 numbers, so that the reference can start from the same."""
+    fabric = Fabric(
+        accelerator="cpu", devices=world_size, strategy=ChunkedEPStrategy(num_chunks=3), precision=precision
+    )
+    fabric.launch()
+    model = fabric.setup(qwen3_moe(torch.bfloat16).to(torch.float32))
+    fabric.backward(loss_of(model, batch(fabric.global_rank), fabric.global_rank))
+    return {name: full(p.grad) for name, p in model.module.named_parameters()}
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
+def test_bfloat16_is_no_worse_than_plain_transformers_in_bfloat16(precision):
+    _, expected = reference(2, torch.bfloat16)
+    plain = qwen3_moe(torch.bfloat16)
+    plain.set_experts_implementation("eager")
+    torch.stack([loss_of(plain, batch(rank), rank) for rank in range(2)]).mean().backward()
+    gradients, *_ = run(narrow_gradients, 2, precision, 2, init=False)
+    ours = {name: relative_error(gradients[name], expected[name]) for name in expected}
+    theirs = {name: relative_error(p.grad, expected[name]) for name, p in plain.named_parameters()}
+    assert sum(ours.values()) <= 1.25 * sum(theirs.values()), (ours, theirs)
+    assert max(ours.values()) < 1.5 * max(theirs.values())
+
+
 def sharded_gradients(accelerator: str, ep_size: int, edp_size: int, dtype: torch.dtype, cases: list, overrides: dict):
     """One rank's part of the same under the strategy, for each (number of chunks, mode)."""
     results = {}

@@ -134,3 +134,21 @@ def test_weights_only_false_loads_pickled_hyperparameters(tmp_path):
     run(fit_with_pickled_hyperparameters, 1, str(tmp_path), False, init=False)
     with pytest.raises(AssertionError, match="weights_only|Weights only"):
         run(fit_with_pickled_hyperparameters, 1, str(tmp_path), None, init=False)
+
+
+def resume_from_weights(folder, sharded):
+    runner = trainer(ChunkedEPStrategy(save_distributed_checkpoint=sharded), 1)
+    task = Task()
+    batches = loader(my_share(1, 0, 1, 1))
+    runner.fit(task, batches)
+    runner.save_checkpoint(f"{folder}/checkpoint", weights_only=True)
+    runner.validate(task, batches, ckpt_path=f"{folder}/checkpoint", verbose=False)
+    trainer(ChunkedEPStrategy(save_distributed_checkpoint=sharded), 1).fit(
+        Task(), batches, ckpt_path=f"{folder}/checkpoint"
+    )
+
+
+@pytest.mark.parametrize("sharded", [True, False], ids=["folder", "file"])
+def test_weights_alone_can_be_evaluated_and_not_resumed(sharded, tmp_path):
+    with pytest.raises(AssertionError, match="holds no optimizer state.*`weights_only=True`"):
+        run(resume_from_weights, 1, str(tmp_path), sharded, init=False)

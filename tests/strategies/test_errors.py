@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_moe.strategies.fabric
 import lightning_moe.strategies.pytorch
-from helpers.models import qwen3_moe
+from helpers.models import VOCABULARY, qwen3_moe
 from helpers.processes import run
 from helpers.training import Task, loader, my_share, trainer
 from lightning_moe import ChunkedEPStrategy, RecomputePolicy
@@ -30,7 +30,7 @@ FLAVOURS = [
     [
         ({"num_chunks": 0}, "`num_chunks`.*at least 1.*got 0"),
         ({"num_chunks": 1.5}, "`num_chunks`.*got 1.5"),
-        ({"dispatcher": "carrier_pigeon"}, "`dispatcher`.*'auto', 'local', 'all_to_all'.*'carrier_pigeon'"),
+        ({"dispatcher": "carrier_pigeon"}, "`dispatcher`.*'auto', 'local', 'nvlink', 'all_to_all'.*'carrier_pigeon'"),
         ({"recompute": "sometimes"}, "`recompute`.*'none', 'full'.*'sometimes'"),
         ({"expert_parallel_size": 0}, "`expert_parallel_size`.*positive integer.*got 0"),
         ({"expert_parallel_size": "all"}, "`expert_parallel_size`.*'auto'.*got 'all'"),
@@ -80,6 +80,16 @@ def with_fsdp2():
     return model
 
 
+def mixed_dtypes():
+    model = hf()
+    model.model.layers[0].input_layernorm.bfloat16()
+    return model
+
+
+def odd_sizes():
+    return qwen3_moe(torch.float32, hidden_size=14, moe_intermediate_size=13, num_attention_heads=1, head_dim=14)
+
+
 def compiled():
     model = hf()
     model.model.layers[0] = torch.compile(model.model.layers[0])
@@ -106,6 +116,13 @@ def compiled():
         ({}, with_ddp, 1, "`0` is already wrapped by DistributedDataParallel"),
         ({}, with_fsdp2, 1, r"`model.layers.1.self_attn` is already wrapped by fully_shard"),
         ({}, compiled, 1, "`model.layers.0` was compiled"),
+        ({}, mixed_dtypes, 1, "several dtypes .*bfloat16.*float32.*`precision='bf16-mixed'`"),
+        (
+            {"expert_parallel_size": 2},
+            odd_sizes,
+            6,
+            "`expert_parallel_size=2` leaves 3 ranks .*(8, 26, 14).*: 1;|: 1\\.",
+        ),
     ],
 )
 def test_models_and_meshes_are_checked_at_setup(arguments, build, world_size, message):
@@ -119,6 +136,13 @@ def test_half_precision_is_not_served():
         Fabric(accelerator="cpu", strategy=ChunkedEPStrategy(), precision="16-true")
     with pytest.raises(ValueError, match="precision='16-true'.*'32-true'.*'bf16-mixed'"):
         trainer(ChunkedEPStrategy(), 1, precision="16-true")
+
+
+class SharedParameter(Task):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(16, VOCABULARY, bias=False)
+        self.head.weight = self.model.lm_head.weight
 
 
 class OwnParameter(Task):
@@ -147,6 +171,7 @@ def anomaly():
     ("make_task", "options", "message"),
     [
         (OwnParameter, dict, "`OwnParameter` owns the parameters 'temperature' directly"),
+        (SharedParameter, dict, "`Qwen3MoeForCausalLM.lm_head.weight` and `Linear.weight` are one parameter"),
         (Task, swa, "`StochasticWeightAveraging` averages whole weights"),
         (Task, ema, "`EMAWeightAveraging` averages whole weights"),
         (Task, anomaly, "detect_anomaly"),
@@ -176,7 +201,7 @@ def optimizer_of_another_model():
 @pytest.mark.parametrize(
     ("go", "message"),
     [
-        (optimizer_with_state, "`AdamW` has state for parameters that have just been sharded"),
+        (optimizer_with_state, "`AdamW` has made steps already"),
         (optimizer_of_another_model, "holds parameters that are not in the model it is set up with"),
     ],
 )
@@ -185,14 +210,34 @@ def test_optimizers_that_cannot_follow_their_parameters(go, message):
         run(go, 1, init=False)
 
 
-def set_up_twice_differently():
+def set_up_twice(first, second):
     model = hf()
-    for num_chunks in (2, 3):
-        fabric = Fabric(accelerator="cpu", devices=1, strategy=ChunkedEPStrategy(num_chunks=num_chunks))
+    for num_chunks, precision in (first, second):
+        strategy = ChunkedEPStrategy(num_chunks=num_chunks)
+        fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy, precision=precision)
         fabric.launch()
         fabric.setup(model)
 
 
-def test_a_model_is_not_set_up_again_with_other_arguments():
-    with pytest.raises(AssertionError, match="was already set up with .*num_chunks=2.*num_chunks=3"):
-        run(set_up_twice_differently, 1, init=False)
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        ((3, "32-true"), "was already set up with .*num_chunks=2.*num_chunks=3"),
+        ((2, "bf16-mixed"), "precision '32-true', and cannot be set up again.*'bf16-mixed'"),
+    ],
+)
+def test_a_model_is_not_set_up_again_with_other_arguments(second, message):
+    with pytest.raises(AssertionError, match=message):
+        run(set_up_twice, 1, (2, "32-true"), second, init=False)
+
+
+def save_as_hugging_face_does(folder):
+    fabric = Fabric(accelerator="cpu", devices=1, strategy=ChunkedEPStrategy())
+    fabric.launch()
+    fabric.setup(hf()).module.save_pretrained(folder)
+
+
+def test_save_pretrained_says_what_to_do_instead(tmp_path):
+    with pytest.raises(AssertionError, match="`save_pretrained` cannot save.*single file"):
+        run(save_as_hugging_face_does, 1, str(tmp_path), init=False)
+    assert not list(tmp_path.iterdir())

@@ -108,3 +108,34 @@ def with_an_uninitialized_module():
 def test_a_module_that_nothing_initializes_is_an_error():
     with pytest.raises(AssertionError, match=r"`model.layers.0.scale` \(`Scale`\).*reset_parameters"):
         run(with_an_uninitialized_module, 1, init=False)
+
+
+class Counter(nn.Module):
+    """A buffer that nothing initializes, and a layer with values of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("steps", torch.arange(10))
+        self.register_buffer("scale", torch.full((3,), 2.5))
+        self.loaded = nn.Linear(4, 4)
+        nn.init.constant_(self.loaded.weight, 7.0)
+
+    def forward(self, x):
+        return x
+
+
+class PartlyReal(LazyTask):
+    def __init__(self):
+        super().__init__()
+        self.counter = Counter()
+
+
+def partly_real():
+    runner = trainer(ChunkedEPStrategy(), 2)
+    task = PartlyReal()
+    runner.validate(task, loader(my_share(1, runner.global_rank, 2)), verbose=False)
+    return task.counter.steps.tolist(), task.counter.scale.tolist(), full(task.counter.loaded.weight).unique().tolist()
+
+
+def test_what_is_real_already_stays_as_it_is():
+    assert run(partly_real, 2, init=False) == [(list(range(10)), [2.5] * 3, [7.0])] * 2

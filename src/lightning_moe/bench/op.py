@@ -128,7 +128,7 @@ class _Setup:
             self.ids_TK // self.size if shape.top_k > local else _draw(popularity[:local], shape, **options)
         )
         choices = {name: select_dispatcher(name, group, device) for name in dispatchers}
-        self.reasons = {name: f"{choice.name}: {choice.reason}" for name, choice in choices.items()}
+        self.reasons = {name: f"{choice.name}: {'; '.join(choice.reasons)}" for name, choice in choices.items()}
         self.dispatchers: dict[str, Dispatcher] = {name: choice.dispatcher for name, choice in choices.items()}
         self.dispatchers["floor"] = LocalDispatcher()
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 from lightning_moe.dispatch.all_to_all import AllToAllDispatcher
 from lightning_moe.dispatch.base import Dispatcher
@@ -21,18 +23,20 @@ DISPATCHERS: tuple[str, ...] = get_args(DispatcherName)
 
 @dataclass(frozen=True)
 class Choice:
-    """A dispatcher with the name it is reported under and the reason for it."""
+    """A dispatcher with the name it is reported under and the reasons for it."""
 
     dispatcher: Dispatcher
     name: str
-    reason: str
+    reasons: tuple[str, ...]
 
 
 class Unfit(Exception):
     """Why a dispatcher cannot serve a group. Every rank of the group comes to the same verdict."""
 
 
-def select_dispatcher(name: str, group: dist.ProcessGroup, device: torch.device) -> Choice:
+def select_dispatcher(
+    name: str, group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None = None
+) -> Choice:
     """Pick the dispatcher of an expert-parallel group; collective over it.
 
     Args:
@@ -40,6 +44,7 @@ def select_dispatcher(name: str, group: dist.ProcessGroup, device: torch.device)
             ``nvlink`` (all ranks' GPUs can read each other's memory) and ``all_to_all`` (any group).
         group: The expert-parallel group.
         device: This rank's device.
+        timeout: How long a rank waits for its peers; that of ``torch.distributed`` where it is not given.
 
     Raises:
         ValueError: The name is unknown, or that dispatcher cannot serve this group.
@@ -49,12 +54,13 @@ def select_dispatcher(name: str, group: dist.ProcessGroup, device: torch.device)
     passed_over = []
     for candidate in _MAKERS if name == "auto" else (name,):
         try:
-            dispatcher, title = _MAKERS[candidate](group, device)
+            dispatcher, title = _MAKERS[candidate](group, device, timeout or default_pg_timeout)
         except Unfit as reason:
             passed_over.append(f"not {candidate}, since {reason}")
         else:
-            why = "asked for by name" if name != "auto" else "; ".join(["the fastest that fits", *passed_over])
-            return Choice(dispatcher, title, why)
+            return Choice(
+                dispatcher, title, ("the fastest that fits" if name == "auto" else "asked for by name", *passed_over)
+            )
     raise ValueError(
         f"`dispatcher={name!r}` cannot serve this run: {passed_over[0]}. `dispatcher='auto'` finds one that can."
     )
@@ -67,15 +73,17 @@ def check_dispatcher_name(name: str) -> None:
         raise ValueError(f"Expected argument `dispatcher` to be one of {names} but got {name!r}.")
 
 
-def _local(group: dist.ProcessGroup, device: torch.device) -> tuple[Dispatcher, str]:
+def _local(group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> tuple[Dispatcher, str]:
     if group.size() > 1:
         raise Unfit(f"the experts live on {group.size()} ranks")
     return LocalDispatcher(), "local"
 
 
-def _nvlink(group: dist.ProcessGroup, device: torch.device) -> tuple[Dispatcher, str]:
+def _nvlink(group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> tuple[Dispatcher, str]:
     if device.type != "cuda":
         raise Unfit("there is no GPU")
+    if group.size() == 1:
+        raise Unfit("there is no other rank")
     hosts: list[tuple[str, int]] = [("", 0)] * group.size()
     dist.all_gather_object(hosts, (socket.gethostname(), device.index), group)
     if len({host for host, _ in hosts}) > 1:
@@ -84,7 +92,7 @@ def _nvlink(group: dist.ProcessGroup, device: torch.device) -> tuple[Dispatcher,
     readable = all(torch.cuda.can_device_access_peer(device, peer) for peer in peers)
     if not _all_agree(readable, group, device):
         raise Unfit("the GPUs cannot read each other's memory")
-    transport = NVLinkTransport(group, device)
+    transport = NVLinkTransport(group, device, timeout)
     problem = "its self-check failed"
     try:
         works = _delivers(transport, group, device)
@@ -95,12 +103,12 @@ def _nvlink(group: dist.ProcessGroup, device: torch.device) -> tuple[Dispatcher,
     return AllToAllDispatcher(group, transport), f"all_to_all over {transport.name}"
 
 
-def _all_to_all(group: dist.ProcessGroup, device: torch.device) -> tuple[Dispatcher, str]:
+def _all_to_all(group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> tuple[Dispatcher, str]:
     transport = CollectiveTransport(group)
     return AllToAllDispatcher(group, transport), f"all_to_all over {transport.name}"
 
 
-_MAKERS: dict[str, Callable[[dist.ProcessGroup, torch.device], tuple[Dispatcher, str]]] = {
+_MAKERS: dict[str, Callable[[dist.ProcessGroup, torch.device, timedelta], tuple[Dispatcher, str]]] = {
     "local": _local,
     "nvlink": _nvlink,
     "all_to_all": _all_to_all,

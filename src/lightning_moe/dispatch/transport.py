@@ -70,9 +70,7 @@ class NVLinkTransport:
 
     name = "NVLink copies"
 
-    def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, timeout: timedelta = timedelta(minutes=10)
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> None:
         self._group = group
         self._device = device
         self._rank, self._size = group.rank(), group.size()
@@ -90,6 +88,7 @@ class NVLinkTransport:
         if box.was_read:
             for peer in self._peers():
                 box.handle.wait_signal(peer, _DONE + self._turn, self._timeout_ms)
+            box.was_read = False
         num_sent = sum(traffic[self._rank])
         return [
             _rows(box.mine[start:], 0, num_sent, like_TX) for (start, _), like_TX in zip(regions, like, strict=True)

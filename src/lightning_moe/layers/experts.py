@@ -64,6 +64,8 @@ class GroupedExperts(nn.Module):
         """
         if num_chunks < 1:
             raise ValueError(f"Expected argument `num_chunks` to be at least 1 but got {num_chunks}.")
+        if self.num_experts % dispatcher.size:
+            raise ValueError(f"{self.num_experts} experts cannot be shared out evenly between {dispatcher.size} ranks.")
         self.dispatcher = dispatcher
         self.num_chunks = num_chunks
         self.mode: RoutedMode = mode

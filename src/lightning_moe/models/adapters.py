@@ -37,29 +37,56 @@ def swap_blocks(model: nn.Module) -> list[Block]:
         All MoE layers of the model, in order.
 
     Raises:
-        ValueError: A block's layout is one that its adapter does not serve.
+        ValueError: A block was changed by somebody, is shared by two modules, or has a layout that its adapter does not serve.
 
     """
     blocks = []
-    layers: dict[nn.Module, MoELayer] = {}  # a block may be held under several names
+    seen: dict[nn.Module, tuple[str, nn.Module]] = {}
     for name, module in list(model.named_modules(remove_duplicate=False)):
-        if isinstance(module, MoELayer):
-            if module not in layers:
-                blocks.append(Block(name, type(module).__name__, module))
-                layers[module] = module
+        known = next((cls for cls in type(module).__mro__ if _qualified_name(cls) in FAMILIES), None)
+        if known is None and not isinstance(module, MoELayer):
             continue
-        adapt = next((FAMILIES[key] for key in map(_qualified_name, type(module).__mro__) if key in FAMILIES), None)
-        if adapt is None:
+        parent = model.get_submodule(name.rpartition(".")[0])
+        if module in seen:
+            first, first_parent = seen[module]
+            if parent is first_parent:
+                continue  # one parent under two names: a decoder layer that is used twice
+            raise ValueError(
+                f"The MoE block `{first}` is shared: it is `{name}` too. Give each of the two modules a block of its own, or"
+                " share the whole decoder layer."
+            )
+        seen[module] = name, parent
+        if known is None:
+            blocks.append(Block(name, type(module).__name__, module))
             continue
         if not name:
             raise ValueError(
                 f"The model is itself a `{type(module).__name__}`, which cannot be replaced in place. Wrap it in a module."
             )
-        if module not in layers:
-            layers[module] = adapt(module).train(module.training)
-            blocks.append(Block(name, type(module).__name__, layers[module]))
-        model.set_submodule(name, layers[module])
+        refuse_changed(name, module, known)
+        layer = FAMILIES[_qualified_name(known)](module).train(module.training)
+        model.set_submodule(name, layer)
+        blocks.append(Block(name, type(module).__name__, layer))
     return blocks
+
+
+def refuse_changed(name: str, block: nn.Module, known: type[nn.Module]) -> None:
+    """Raise a ``ValueError`` if the block does more than its family's block: a swap would silently drop that."""
+    changes = []
+    if type(block).forward is not known.forward or "forward" in vars(block):
+        changes.append("its `forward` is another one")
+    hooks = (block._forward_hooks, block._forward_pre_hooks, block._backward_hooks, block._backward_pre_hooks)
+    if any(hooks):
+        changes.append("it has hooks")
+    children = {child for child, _ in block.named_children()} - {"gate", "experts"}
+    own = {key for key, _ in (*block.named_parameters(recurse=False), *block.named_buffers(recurse=False))}
+    if children or own:
+        changes.append(f"it holds {', '.join(map(repr, sorted(children | own)))}")
+    if changes:
+        raise ValueError(
+            f"The MoE block `{name}` (`{type(block).__name__}`) is not as Hugging Face made it: {'; '.join(changes)}. Write"
+            " your block as a `lightning_moe.MoELayer`, or add hooks after the set-up."
+        )
 
 
 def _qualified_name(cls: type) -> str:

@@ -31,7 +31,7 @@ class Qwen3MoELayer(MoELayer):
                 f"`{type(block).__name__}` holds its experts in a layout that is not stacked (`gate_up_proj` of shape"
                 " [E, 2F, H]). Upgrade with `pip install 'transformers>=5'`."
             )
-        activation = getattr(experts.act_fn, "__class__", type(experts.act_fn)).__name__
+        activation = type(experts.act_fn).__name__
         if activation not in ("SiLU", "SiLUActivation"):
             raise ValueError(
                 f"`{type(block).__name__}` uses the activation `{activation}`, but the experts here compute SiLU."

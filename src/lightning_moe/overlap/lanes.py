@@ -69,6 +69,11 @@ class Lanes:
             communication.run(*communication.args)
             return Ticket(self._stream.record_event(), communication)
 
+    def join(self) -> None:
+        """Let the compute lane wait for all communication: after an error, nobody else does."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
 
 def pipeline(
     lanes: Lanes,
@@ -85,26 +90,35 @@ def pipeline(
     every rank. What of a chunk's work nobody waits for goes into ``finish``, which runs beside the chunk's own leaving.
 
     The host issues a chunk's work before the next one's arrival, so that the device need not wait for the latter's launches;
-    the arrival starts all the same with the work, since it waits only for the mark before it.
+    the arrival starts all the same with the work, since it waits only for the mark before it. What a chunk needs no more is
+    let go before the next one's work begins.
     """
-    arrival, arrived = arrive(chunks[0])
-    arriving = lanes.communicate(arrival, lanes.mark())
-    leaving: Ticket | None = None
-    for i, chunk in enumerate(chunks):
-        arriving.wait()
-        following = arrive(chunks[i + 1]) if i + 1 < len(chunks) else None
-        start = lanes.mark()
-        product = work(chunk, arrived)
-        if following is not None:
-            arrival, arrived = following
-            arriving = lanes.communicate(arrival, start)
+    try:
+        arrival, arrived = arrive(chunks[0])
+        arriving = lanes.communicate(arrival, lanes.mark())
+        leaving: Ticket | None = None
+        for i, chunk in enumerate(chunks):
+            arriving.wait()
+            rows = arrived
+            del arrival, arrived
+            if i + 1 < len(chunks):
+                arrival, arrived = arrive(chunks[i + 1])
+            start = lanes.mark()
+            product = work(chunk, rows)
+            del rows
+            if i + 1 < len(chunks):
+                arriving = lanes.communicate(arrival, start)
+            if leaving is not None:
+                leaving.wait()
+            leaving = lanes.communicate(leave(chunk, product), lanes.mark())
+            if finish is not None:
+                finish(chunk, product)
+            del product
         if leaving is not None:
             leaving.wait()
-        leaving = lanes.communicate(leave(chunk, product), lanes.mark())
-        if finish is not None:
-            finish(chunk, product)
-    if leaving is not None:
-        leaving.wait()
+    except BaseException:
+        lanes.join()  # buffers go back to the compute lane's pool as this unwinds
+        raise
 
 
 @lru_cache

@@ -187,9 +187,15 @@ def backward(
 
         grad_out_RH = gather(grad_NH, plan.by_expert)
         grad_act_RF = grouped_mm(grad_out_RH, experts.down_eHF, plan.groups)
-        act_RF = torch.empty_like(grad_act_RF) if held.act_RF is None else held.act_RF
-        rebuilt_RF = act_RF if held.act_RF is None else None
-        grad_gate_up_R2F, grad_weights_R = swiglu_backward(grad_act_RF, gate_up_R2F, weights_R, act_RF=rebuilt_RF)
+        # what is rebuilt here is read once more at most, so it shares its memory with the gradient that takes its place
+        act_RF = grad_act_RF if held.act_RF is None else held.act_RF
+        grad_gate_up_R2F, grad_weights_R = swiglu_backward(
+            grad_act_RF,
+            gate_up_R2F,
+            weights_R,
+            act_RF=act_RF if held.act_RF is None else None,
+            grad_gate_up_R2F=gate_up_R2F if held.gate_up_R2F is None else None,
+        )
         grad_rows_RH = grouped_mm(grad_gate_up_R2F, experts.gate_up_e2FH, plan.groups)
 
         home_TH, home_TK = grad_tokens_TH[plan.tokens], grad_weights_TK[plan.tokens]

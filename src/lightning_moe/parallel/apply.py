@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from lightning_moe.dispatch import Choice
-from lightning_moe.layers import GroupedExperts, MoELayer
+from lightning_moe.layers import GroupedExperts
 from lightning_moe.models import FAMILIES, Block, swap_blocks
+from lightning_moe.parallel.checks import edp_dim, refuse_wrapped
 from lightning_moe.parallel.mesh import MoEMesh
+from lightning_moe.parallel.units import decoder_layers
 from lightning_moe.recompute import RecomputePolicy
-
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 
 @dataclass(frozen=True)
@@ -62,22 +62,6 @@ def find_blocks(model: nn.Module) -> list[Block]:
     return blocks
 
 
-def refuse_wrapped(model: nn.Module) -> None:
-    """Raise a ``TypeError`` if somebody else wrapped or sharded the model, or a part of it."""
-    for name, module in model.named_modules():
-        where = f"`{name}`" if name else "the model"
-        if isinstance(module, (DistributedDataParallel, DataParallel, FullyShardedDataParallel, FSDPModule)):
-            wrapper = "fully_shard (FSDP2)" if isinstance(module, FSDPModule) else type(module).__name__
-            raise TypeError(
-                f"{where} is already wrapped by {wrapper}. The strategy shards the model itself: pass it as it was before."
-            )
-        if isinstance(module, torch._dynamo.OptimizedModule):
-            raise TypeError(f"{where} was compiled with `torch.compile`, which is not supported. Pass it uncompiled.")
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor):
-            raise TypeError(f"The parameter `{name}` is already a DTensor. Pass the model before it is distributed.")
-
-
 def parallelize(roots: Iterable[nn.Module], blocks: list[Block], how: Parallelism) -> None:
     """Shard a model in place.
 
@@ -90,10 +74,9 @@ def parallelize(roots: Iterable[nn.Module], blocks: list[Block], how: Parallelis
         how: The parallelism.
 
     """
-    precision = MixedPrecisionPolicy(param_dtype=how.param_dtype, reduce_dtype=_reduce_dtype(blocks))
     roots = list(roots)
-    for block in blocks:
-        experts = block.layer.experts
+    precision = MixedPrecisionPolicy(param_dtype=how.param_dtype, reduce_dtype=_reduce_dtype(blocks))
+    for experts in (block.layer.experts for block in blocks):
         # The loss is the mean over the world, so a gradient is the world's sum divided by its size. An expert's gradient
         # arrives as the sum over its expert-parallel peers' tokens, and FSDP averages it over the expert-data-parallel ranks.
         scale = 1.0 / how.dispatcher.dispatcher.size
@@ -107,47 +90,13 @@ def parallelize(roots: Iterable[nn.Module], blocks: list[Block], how: Parallelis
             # the root is needed again at once in backward: resharding it would only gather it twice
             fully_shard(root, mesh=how.mesh.world, mp_policy=precision, reshard_after_forward=False)
         root.register_forward_hook(_reshard_if_no_backward_comes)
-
-
-def decoder_layers(root: nn.Module) -> list[nn.Module]:
-    """The modules that are gathered and freed as one: items of the module lists in which MoE layers live.
-
-    All items of such a list count, those without experts too.
-    """
-    layers: list[nn.Module] = []
-    _collect_decoder_layers(root, layers)
-    return layers
-
-
-def call_roots(module: nn.Module) -> list[nn.Module]:
-    """The outermost modules below ``module`` that own parameters and have a ``forward``: containers are looked into."""
-    roots = []
-    for child in module.children():
-        if isinstance(child, _CONTAINERS):
-            roots += call_roots(child)
-        elif next(child.parameters(), None) is not None:
-            roots.append(child)
-    return roots
-
-
-def _collect_decoder_layers(module: nn.Module, layers: list[nn.Module]) -> None:
-    for child in module.children():
-        if not _has_moe(child):
-            continue
-        is_list = isinstance(child, (*_CONTAINERS, nn.Sequential))
-        if is_list and not all(isinstance(item, _CONTAINERS) for item in child.children()):
-            layers.extend(item for item in child.children() if next(item.parameters(), None) is not None)
-        else:
-            _collect_decoder_layers(child, layers)
-
-
-def _has_moe(module: nn.Module) -> bool:
-    return any(isinstance(child, MoELayer) for child in module.modules())
+        _leave_inference_mode(root)
 
 
 def _shard_experts(experts: GroupedExperts, how: Parallelism, precision: MixedPrecisionPolicy) -> None:
     ep_mesh = how.mesh.expert_parallel
     device = torch.device(ep_mesh.device_type, torch.cuda.current_device()) if ep_mesh.device_type == "cuda" else "cpu"
+    num_shards = how.mesh.expert_data_parallel.size()
     num_local = experts.num_experts // ep_mesh.size()
     first = ep_mesh.get_local_rank() * num_local
     for name, parameter in list(experts.named_parameters(recurse=False)):
@@ -160,30 +109,45 @@ def _shard_experts(experts: GroupedExperts, how: Parallelism, precision: MixedPr
         mesh=how.mesh.expert_data_parallel,
         # the layer casts its own inputs, so that routing weights stay in float32
         mp_policy=MixedPrecisionPolicy(precision.param_dtype, precision.reduce_dtype, cast_forward_inputs=False),
-        shard_placement_fn=lambda shard: _edp_placement(shard, how.mesh),
+        shard_placement_fn=lambda weight: Shard(edp_dim(weight.shape, num_shards)),
         reshard_after_forward=how.reshard_after_forward,
     )
 
 
-def _edp_placement(weight: nn.Parameter, mesh: MoEMesh) -> Shard:
-    """The dim that FSDP cuts expert weights on: not dim 0 where another will do, so that both shardings stay plain ones."""
-    num_shards = mesh.expert_data_parallel.size()
-    for dim in (1, 2):
-        if weight.shape[dim] % num_shards == 0:
-            return Shard(dim)
-    if mesh.expert_parallel.size() == 1:
-        return Shard(0)  # uneven shards are fine here
-    raise ValueError(
-        f"Expert weights of shape {tuple(weight.shape)} cannot be shared out evenly between {num_shards} expert-data-parallel"
-        f" ranks: neither of the last two sizes is divisible by {num_shards}. Choose another `expert_parallel_size`: there are"
-        f" {mesh.world.size()} ranks, and expert-data-parallel ranks are that number divided by it."
-    )
-
-
 def _reshard_if_no_backward_comes(root: nn.Module, *_: object) -> None:
-    """After an evaluation's forward, too, every parameter is a DTensor again."""
-    if not torch.is_grad_enabled() and isinstance(root, FSDPModule):
-        root.reshard()
+    if not torch.is_grad_enabled():
+        reshard(root)
+
+
+def _leave_inference_mode(root: nn.Module) -> None:
+    """Run the root's forward under ``no_grad`` where it is called in inference mode.
+
+    FSDP2 allocates what it gathers into once, in the first forward; an inference tensor could never be trained with.
+    """
+    entered: list[ExitStack] = []
+
+    def before(*_: object) -> None:
+        stack = ExitStack()
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.no_grad())
+        entered.append(stack)
+
+    def after(*_: object) -> None:
+        entered.pop().close()
+
+    root.register_forward_pre_hook(before, prepend=True)
+    root.register_forward_hook(after, always_call=True)
+
+
+def reshard(module: nn.Module) -> None:
+    """Give gathered parameters back: every parameter of the module is a DTensor again, and the next forward gathers anew.
+
+    To be called where no backward is due: after an evaluation, and after a step, since copies gathered before it are stale.
+    """
+    for submodule in module.modules():
+        if isinstance(submodule, FSDPModule):
+            submodule.reshard()
 
 
 def _reduce_dtype(blocks: list[Block]) -> torch.dtype:

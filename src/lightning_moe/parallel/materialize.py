@@ -21,7 +21,7 @@ Initialize = Callable[[nn.Module], object]
 
 @torch.no_grad()
 def materialize(model: nn.Module, device: torch.device) -> None:
-    """Allocate and initialize every module that has meta tensors; a model without any is left as it is. Collective.
+    """Allocate and initialize every module that has meta tensors; what is real already stays as it is. Collective.
 
     A module is initialized by Hugging Face's ``_init_weights`` of the model it belongs to, or else by its own
     ``reset_parameters``. Rank 0's random state decides the values.
@@ -34,19 +34,28 @@ def materialize(model: nn.Module, device: torch.device) -> None:
         TypeError: A module has parameters or buffers that nothing initializes.
 
     """
-    if not any(tensor.is_meta for tensor in _tensors(model)):
+    owners = [(name, module, initialize) for name, module, initialize in _initializers(model) if _has_meta(module)]
+    if not owners:
         return
     aliases = _aliases(model)
-    model.to_empty(device=device)
-    for owner, name, first_owner, first_name in aliases:  # `to_empty` gave tied parameters a tensor each
+    real = [
+        (module, key, tensor.detach())
+        for module in model.modules()
+        for key, tensor in _named_tensors(module)
+        if not tensor.is_meta
+    ]
+    model.to_empty(device=device)  # from the root, so that FSDP takes note
+    for owner, name, first_owner, first_name in aliases:  # each holder of a tied parameter was given one of its own
         setattr(owner, name, getattr(first_owner, first_name))
     seed = torch.randint(2**31, (1,)).to(device)
     dist.broadcast(seed, 0)
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         torch.manual_seed(int(seed.item()))
-        for name, module, initialize in _initializers(model):
+        for name, module, initialize in owners:
             _initialize_whole(name, module, initialize)
+    for module, key, tensor in real:
+        _local(dict(_named_tensors(module))[key]).copy_(_local(tensor))
 
 
 def _initializers(model: nn.Module) -> Iterator[tuple[str, nn.Module, Initialize | None]]:
@@ -69,6 +78,10 @@ def _reset(module: Any) -> None:
     module.reset_parameters()
 
 
+def _has_meta(module: nn.Module) -> bool:
+    return any(tensor.is_meta for tensor in _tensors(module, recurse=False))
+
+
 def _initialize_whole(name: str, module: nn.Module, initialize: Initialize | None) -> None:
     """Initialize a module with whole tensors in place of its shards, then keep this rank's part of them."""
     shards = {
@@ -78,21 +91,39 @@ def _initialize_whole(name: str, module: nn.Module, initialize: Initialize | Non
         whole = torch.empty(shard.shape, dtype=shard.dtype, device=shard.device)
         module._parameters[key] = nn.Parameter(whole, requires_grad=shard.requires_grad)
     for tensor in _tensors(module, recurse=False):
-        if tensor.is_floating_point():
-            tensor.fill_(float("nan"))  # what stays NaN was not initialized
+        tensor.fill_(_unset(tensor.dtype))
     if initialize is not None:
         initialize(module)
-    left = [key for key, tensor in _named_tensors(module) if tensor.is_floating_point() and bool(tensor.isnan().any())]
+    left = [key for key, tensor in _named_tensors(module) if _looks_unset(tensor)]
     if left:
         raise TypeError(
-            f"`{name}` (`{type(module).__name__}`) was built on the meta device, but nothing initializes its"
-            f" {', '.join(map(repr, left))}. Give the module a `reset_parameters()` method, or build it on a real device."
+            f"{f'`{name}`' if name else 'The model itself'} (`{type(module).__name__}`) was built on the meta device, but"
+            f" nothing initializes its {', '.join(map(repr, left))}. Give the module a `reset_parameters()` method, or build"
+            " it on a real device."
         )
     for key, shard in shards.items():
         whole = module.get_parameter(key).detach()
         mine = distribute_tensor(whole, shard.device_mesh, shard.placements, src_data_rank=None)
         shard.to_local().copy_(mine.to_local())
         module._parameters[key] = shard
+
+
+def _unset(dtype: torch.dtype) -> float | int | bool:
+    """A value that no initialization leaves behind (of a bool there is none: it is taken as it comes)."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return False if dtype == torch.bool else torch.iinfo(dtype).max
+
+
+def _looks_unset(tensor: Tensor) -> bool:
+    if tensor.dtype == torch.bool or tensor.numel() == 0:
+        return False
+    value = _unset(tensor.dtype)
+    return bool((tensor.isnan() if value != value else tensor == value).any())
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _aliases(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module, str]]:

@@ -26,8 +26,7 @@ class _EitherFlavour(ABCMeta):
 
 def _not_attached(self: Any, *_: Any, **__: Any) -> NoReturn:
     raise RuntimeError(
-        "This `ChunkedEPStrategy` is not attached yet. Pass it to `Trainer(strategy=...)` or `Fabric(strategy=...)`, from the"
-        " `lightning` package (objects of the separate packages `pytorch_lightning` and `lightning_fabric` are others)."
+        "This `ChunkedEPStrategy` is not attached yet. Pass it to `Trainer(strategy=...)` or `Fabric(strategy=...)`."
     )
 
 
@@ -42,7 +41,8 @@ class ChunkedEPStrategy(ExpertParallel, PytorchParallelStrategy, FabricParallelS
             processes and the number of experts and stays on one host.
         num_chunks: Chunks that each process's tokens are cut into in an MoE layer; while one computes, the next is
             dispatched and the last one combined. 1 is expert parallelism without overlap.
-        dispatcher: What moves the tokens: ``"auto"``, ``"local"`` (one process holds all experts) or ``"all_to_all"``.
+        dispatcher: What moves the tokens: ``"local"`` (one process holds all experts), ``"nvlink"`` (copies between GPUs of one
+            host), ``"all_to_all"`` (gloo or NCCL), or ``"auto"``, the first of these that fits.
         recompute: What backward computes again instead of keeping it: ``"none"``, ``"full"``, or a ``RecomputePolicy``.
         reshard_after_forward: Free a layer's gathered parameters after its forward, and gather them again in backward.
         save_distributed_checkpoint: Save a folder with one file for each process (``True``) or a single file.
@@ -72,6 +72,7 @@ class ChunkedEPStrategy(ExpertParallel, PytorchParallelStrategy, FabricParallelS
         if precision is None:
             self._precision = None
         else:
+            self._check_precision(precision.precision)
             self._become(fabric.ChunkedEPStrategy)
             self.precision = precision
 
@@ -84,6 +85,7 @@ class ChunkedEPStrategy(ExpertParallel, PytorchParallelStrategy, FabricParallelS
         if precision_plugin is None:
             self._precision_plugin = None
         else:
+            self._check_precision(precision_plugin.precision)
             self._become(pytorch.ChunkedEPStrategy)
             self.precision_plugin = precision_plugin
 

@@ -16,10 +16,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from lightning_moe.dispatch.select import DispatcherName, check_dispatcher_name, select_dispatcher
+from lightning_moe.models import Block
 from lightning_moe.models.rotary import keep_rotary_in_float32
-from lightning_moe.parallel.apply import Parallelism, call_roots, decoder_layers, find_blocks, parallelize
+from lightning_moe.parallel.apply import Parallelism, find_blocks, parallelize, reshard
+from lightning_moe.parallel.checks import refuse_mixed_dtypes, refuse_sizes
 from lightning_moe.parallel.materialize import materialize
 from lightning_moe.parallel.mesh import MoEMesh, check_expert_parallel_size, resolve_expert_parallel_size
+from lightning_moe.parallel.units import decoder_layers
 from lightning_moe.recompute import RecomputePolicy
 from lightning_moe.strategies.report import Report
 
@@ -57,6 +60,7 @@ class _Done:
     """What was done with a model: enough to recognize it when it is set up again."""
 
     settings: Settings
+    precision: str
     mesh: MoEMesh
     report: Report
 
@@ -99,7 +103,8 @@ class ExpertParallel:
             expert_parallel_size, num_chunks, dispatcher, RecomputePolicy.of(recompute), reshard_after_forward
         )
         self._weights_only = weights_only
-        self._moe_mesh: MoEMesh | None = None
+        self._meshes: dict[int, MoEMesh] = {}
+        self._moe_mesh: MoEMesh | None = None  # of the model that was set up last
         self.report: Report | None = None
         self._init_framework(
             save_distributed_checkpoint=save_distributed_checkpoint,
@@ -118,13 +123,14 @@ class ExpertParallel:
                 f" Choose one of {', '.join(map(repr, PARAM_DTYPES))}."
             )
 
-    def _open_mesh(self, device_type: str, world_size: int, ranks_per_host: int, expert_counts: list[int]) -> MoEMesh:
+    def _open_mesh(self, device_type: str, world_size: int, ranks_per_host: int, blocks: list[Block]) -> MoEMesh:
         """The mesh, built on first use: with ``"auto"`` its shape is known only once the model is."""
-        size = resolve_expert_parallel_size(
-            self._settings.expert_parallel_size, world_size, ranks_per_host, expert_counts
-        )
-        if self._moe_mesh is None:
-            self._moe_mesh = MoEMesh.build(device_type, world_size, size)
+        counts = [block.layer.experts.num_experts for block in blocks]
+        size = resolve_expert_parallel_size(self._settings.expert_parallel_size, world_size, ranks_per_host, counts)
+        refuse_sizes(blocks, size, world_size)
+        if size not in self._meshes:  # "auto" may find another size for another model
+            self._meshes[size] = MoEMesh.build(device_type, world_size, size)
+        self._moe_mesh = self._meshes[size]
         return self._moe_mesh
 
     def _parallelize(
@@ -136,25 +142,26 @@ class ExpertParallel:
         world_size: int,
         ranks_per_host: int,
     ) -> bool:
-        """Make a model expert-parallel, in place. Everything that can be refused is refused before the first collective.
+        """Make a model expert-parallel, in place. What can be refused is refused before ranks exchange anything.
 
         Returns:
             Whether there was anything to do: a model that was set up before under the same settings stays as it is.
 
         """
         if (done := _DONE.get(module)) is not None:
-            if done.settings != self._settings:
+            if (done.settings, done.precision) != (self._settings, precision):
                 raise ValueError(
-                    f"This `{type(module).__name__}` was already set up with {done.settings}, and cannot be set up again with"
-                    f" {self._settings}. Build a new model, or use the same arguments."
+                    f"This model was already set up with {done.settings} and precision {done.precision!r}, and cannot be set up"
+                    f" again with {self._settings} and precision {precision!r}. Build a new model, or use the same arguments."
                 )
             self._moe_mesh, self.report = done.mesh, done.report
             return False
         self._check_precision(precision)
         blocks = find_blocks(module)
-        expert_counts = [block.layer.experts.num_experts for block in blocks]
-        mesh = self._open_mesh(device.type, world_size, ranks_per_host, expert_counts)
-        choice = select_dispatcher(self._settings.dispatcher, mesh.expert_parallel_group, device)
+        refuse_mixed_dtypes(roots)
+        mesh = self._open_mesh(device.type, world_size, ranks_per_host, blocks)
+        timeout: timedelta | None = self._arguments["timeout"]
+        choice = select_dispatcher(self._settings.dispatcher, mesh.expert_parallel_group, device, timeout)
         how = Parallelism(
             mesh,
             choice,
@@ -167,8 +174,15 @@ class ExpertParallel:
         parallelize(roots, blocks, how)
         materialize(module, device)
         self.report = Report.of(blocks, how, sum(len(decoder_layers(root)) for root in roots), precision)
-        _DONE[module] = _Done(self._settings, mesh, self.report)
+        _refuse_save_pretrained(module)
+        _DONE[module] = _Done(self._settings, precision, mesh, self.report)
         return True
+
+
+def drop_stale_parameters() -> None:
+    """After a step, what an earlier forward gathered of the parameters is out of date: give it back."""
+    for module in list(_DONE):
+        reshard(module)
 
 
 def is_parallelized(module: nn.Module) -> bool:
@@ -176,20 +190,19 @@ def is_parallelized(module: nn.Module) -> bool:
     return module in _DONE
 
 
-def roots_below(module: nn.Module) -> list[nn.Module]:
-    """The roots of a module whose own ``forward`` is not what runs, such as a ``LightningModule``.
+def _refuse_save_pretrained(model: nn.Module) -> None:
+    """Hugging Face's method would write a folder with weights missing, on one rank alone."""
 
-    Raises:
-        TypeError: It owns parameters itself, which no root would hold.
-
-    """
-    own = [name for name, _ in module.named_parameters(recurse=False)]
-    if own:
-        raise TypeError(
-            f"`{type(module).__name__}` owns the parameters {', '.join(map(repr, own))} directly. Its submodules are sharded,"
-            " and it is not: move these parameters into a submodule."
+    def save_pretrained(*_: Any, **__: Any) -> None:
+        raise RuntimeError(
+            "`save_pretrained` cannot save a model whose weights are sharded. Save a checkpoint in a single file instead (with"
+            " `ChunkedEPStrategy(save_distributed_checkpoint=False)`, by `trainer.save_checkpoint` or `fabric.save`), load its"
+            " state dict into the plain model, and call `save_pretrained` on that."
         )
-    return call_roots(module)
+
+    for module in model.modules():
+        if hasattr(module, "save_pretrained"):
+            module.save_pretrained = save_pretrained  # type: ignore[assignment]
 
 
 @contextmanager
@@ -205,34 +218,34 @@ def no_gradient_sync(module: nn.Module, enabled: bool = True) -> Iterator[None]:
             submodule.set_requires_gradient_sync(True, recurse=False)
 
 
+def refuse_optimizers(optimizers: list[Optimizer], module: nn.Module) -> None:
+    """Raise a ``ValueError`` if an optimizer could not follow its parameters when the module is sharded."""
+    if is_parallelized(module):
+        return  # they were built after sharding, from the sharded parameters
+    known = {id(parameter) for parameter in module.parameters()}
+    for optimizer in optimizers:
+        if any(id(parameter) not in known for group in optimizer.param_groups for parameter in group["params"]):
+            raise ValueError(
+                f"The `{type(optimizer).__name__}` holds parameters that are not in the model it is set up with. Build it from"
+                " that model's `parameters()`."
+            )
+        if optimizer.state:
+            raise ValueError(
+                f"The `{type(optimizer).__name__}` has made steps already, and its state cannot follow parameters into"
+                " their shards. Set up model and optimizer before the first `step()`, and load state with `fabric.load`."
+            )
+
+
 def remap_optimizers(optimizers: list[Optimizer], old_names: dict[int, str], module: nn.Module) -> None:
     """Point optimizers that were built before sharding at the sharded parameters of the same names.
 
     Args:
         optimizers: Changed in place.
-        old_names: ``id`` of each parameter before sharding -> its name.
+        old_names: ``id`` of each parameter before the set-up -> its name.
         module: The sharded module.
-
-    Raises:
-        ValueError: An optimizer has state already, or holds a parameter that is not of this module.
 
     """
     new = dict(module.named_parameters())
-    current = {id(parameter) for parameter in new.values()}
     for optimizer in optimizers:
-        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if all(id(parameter) in current for parameter in held):
-            continue  # built after sharding
-        if optimizer.state:
-            raise ValueError(
-                f"The `{type(optimizer).__name__}` has state for parameters that have just been sharded. Set up the model and"
-                " the optimizer before the first `step()`, and load optimizer state afterwards, with `fabric.load`."
-            )
-        if any(id(parameter) not in old_names for parameter in held):
-            raise ValueError(
-                f"The `{type(optimizer).__name__}` holds parameters that are not in the model it is set up"
-                " with. Build it from that model's `parameters()`, or set up the model first with"
-                " `fabric.setup_module(model)`, then build the optimizer, then `fabric.setup_optimizers(optimizer)`."
-            )
         for group in optimizer.param_groups:
             group["params"] = [new[old_names[id(parameter)]] for parameter in group["params"]]

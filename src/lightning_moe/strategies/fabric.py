@@ -21,7 +21,14 @@ from lightning_moe._compat import (
     rank_zero_info,
 )
 from lightning_moe.parallel.gradients import clip_grad_norm_
-from lightning_moe.strategies.core import ExpertParallel, no_gradient_sync, remap_optimizers, roots_below
+from lightning_moe.parallel.units import roots_below
+from lightning_moe.strategies.core import (
+    ExpertParallel,
+    drop_stale_parameters,
+    no_gradient_sync,
+    refuse_optimizers,
+    remap_optimizers,
+)
 
 
 class ChunkedEPStrategy(ExpertParallel, FabricModelParallelStrategy):
@@ -74,10 +81,17 @@ class ChunkedEPStrategy(ExpertParallel, FabricModelParallelStrategy):
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: _LRScheduler | None = None
     ) -> tuple[nn.Module, list[Optimizer], _LRScheduler | None]:
+        refuse_optimizers(optimizers, module)
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         module = self.setup_module(module)
         remap_optimizers(optimizers, names, module)
         return module, [self.setup_optimizer(optimizer) for optimizer in optimizers], scheduler
+
+    @override
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        result = super().optimizer_step(optimizer, **kwargs)
+        drop_stale_parameters()
+        return result
 
     @override
     def clip_gradients_norm(

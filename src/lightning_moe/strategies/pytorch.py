@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import _GeneratorContextManager
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -22,7 +24,8 @@ from lightning_moe._compat import (
     rank_zero_info,
 )
 from lightning_moe.parallel.gradients import clip_grad_norm_
-from lightning_moe.strategies.core import ExpertParallel, is_parallelized, no_gradient_sync, roots_below
+from lightning_moe.parallel.units import roots_below
+from lightning_moe.strategies.core import ExpertParallel, drop_stale_parameters, is_parallelized, no_gradient_sync
 
 
 class ChunkedEPStrategy(ExpertParallel, PytorchModelParallelStrategy):
@@ -99,9 +102,23 @@ class ChunkedEPStrategy(ExpertParallel, PytorchModelParallelStrategy):
         return no_gradient_sync(self.model)
 
     @override
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        drop_stale_parameters()
+        return result
+
+    @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         weights_only = self._weights_only if weights_only is None else weights_only  # the Trainer drops its own
-        return super().load_checkpoint(checkpoint_path, weights_only)
+        try:
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        except (KeyError, CheckpointException) as error:
+            if "optimizer" not in str(error):
+                raise
+            raise ValueError(
+                f"{checkpoint_path} holds no optimizer state: it was saved with `weights_only=True`. It can be validated,"
+                " tested or predicted with, but training cannot be resumed from it."
+            ) from error
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         clip_grad_norm_(self.precision_plugin.main_params(optimizer), clip_val)
