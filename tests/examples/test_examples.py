@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import math
 import os
 import re
 import subprocess
@@ -63,7 +64,7 @@ def test_trains_and_resumes(way, text_folder, at_once, tmp_path):
     assert re.search(r"mesh +expert_data_parallel 1 x expert_parallel 2", first)
     assert re.search(r"dispatcher +all_to_all", first)
     assert re.search(r"tokens/s=\d", first)
-    assert losses(first)[-1] < losses(first)[0] - 1
+    assert losses(first)[-1] < math.log(256) - 1  # the bar need not have shown the first steps
     assert validation_loss(first) < 4.5
     checkpoint = tmp_path / f"{way}-step=6.ckpt"
     assert (checkpoint / ".metadata").is_file()

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lightning_moe.ops.grouped_mm import Groups, add_weight_gradient, grouped_mm, weight_gradient
+from lightning_moe.ops.grouped_mm import Groups, grouped_mm, weight_gradient
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 COUNTS = [(5, 0, 7, 1), (0, 0, 13, 0), (0, 0, 0, 0), (3,), (1, 1, 1, 1)]
@@ -105,7 +105,7 @@ def test_weight_gradients_are_added_to_what_is_there(counts, widths, dtype):
     total_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     before_eMN = torch.randn(weight_eMN.shape, generator=generator).to(total_dtype)
     total_eMN = before_eMN.clone()
-    add_weight_gradient(total_eMN, grad_RM, rows_RN, groups_of(counts))
+    weight_gradient(total_eMN, grad_RM, rows_RN, groups_of(counts), total_eMN)
     for expert, rows in enumerate(groups_of(counts).slices()):
         if rows.start == rows.stop:
             assert torch.equal(total_eMN[expert], before_eMN[expert])
@@ -123,7 +123,7 @@ def test_bf16_gradients_of_many_chunks_are_rounded_once():
     for chunk in range(num_chunks):
         rows_RN, _, generator = operands(counts, 32, 24, torch.bfloat16, seed=chunk)
         grad_RM = torch.randn(sum(counts), 24, generator=generator).bfloat16()
-        add_weight_gradient(total_eMN, grad_RM, rows_RN, groups_of(counts))
+        weight_gradient(total_eMN, grad_RM, rows_RN, groups_of(counts), total_eMN)
         for expert, rows in enumerate(groups_of(counts).slices()):
             grad_MR, rows_rN = grad_RM[rows].double().t(), rows_RN[rows].double()
             exact_eMN[expert] += grad_MR @ rows_rN

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightning_moe.ops.grouped_mm import Groups, add_weight_gradient, weight_gradient
+from lightning_moe.ops.grouped_mm import Groups, weight_gradient
 from lightning_moe.ops.rows import RowMap, count_keys, gather, rank_keys, reduce, rows_by_key
 from lightning_moe.ops.swiglu import swiglu, swiglu_backward
 
@@ -306,7 +306,7 @@ def test_weight_gradients_over_chunks_on_a_gpu(counts, sides, dtype):
             if chunk == 0:
                 weight_gradient(total_eMN, grad_RM, rows_RN, groups)
             elif chunk == 1:
-                add_weight_gradient(total_eMN, grad_RM, rows_RN, groups)
+                weight_gradient(total_eMN, grad_RM, rows_RN, groups, total_eMN)
             else:
                 weight_gradient(out_eMN, grad_RM, rows_RN, groups, total_eMN, 0.5)
         totals.append(total_eMN.cpu())

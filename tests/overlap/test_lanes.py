@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -161,3 +163,50 @@ def test_ranks_exchange_in_one_order_whatever_their_tokens():
         "backward full": order([hidden, hidden, top_k], [hidden, top_k]),
     }
     assert by_rank == [expected] * 4
+
+
+class Payload:
+    """Something that a weak reference can watch."""
+
+
+def test_what_a_chunk_needs_no_more_is_gone_before_the_next_ones_work():
+    alive: list[tuple[bool, bool]] = []
+    watched: list[tuple] = []
+
+    def arrive(i):
+        return Communication(len, ([],)), Payload()
+
+    def work(i, arrived):
+        alive.append((any(rows() is not None for rows, _ in watched), any(out() is not None for _, out in watched)))
+        product = Payload()
+        watched.append((weakref.ref(arrived), weakref.ref(product)))
+        return product
+
+    def leave(i, product):
+        return Communication(len, ([],))
+
+    pipeline(Lanes(torch.device("cpu")), range(3), arrive, work, leave, lambda i, product: None)
+    assert alive == [(False, False)] * 3
+
+
+@pytest.mark.parametrize("failing", ["arrive", "work", "leave", "finish"])
+def test_an_error_waits_for_the_communication_that_is_still_running(failing):
+    class Joined(NotedLanes):
+        def join(self):
+            self.events.append("join")
+
+    events = []
+
+    def step(name, result=None):
+        def call(i, *_):
+            if name == failing and i == 1:
+                raise KeyError(name)
+            return result
+
+        return call
+
+    nothing = Communication(lambda _: None, ("nothing",))
+    arrive, leave = step("arrive", (nothing, None)), step("leave", nothing)
+    with pytest.raises(KeyError, match=failing):
+        pipeline(Joined(events), range(3), arrive, step("work"), leave, step("finish"))
+    assert events[-1] == "join"

@@ -95,21 +95,6 @@ def weight_gradient(
         out_eMN[expert] = 0 if sum_MN is None else sum_MN * scale
 
 
-def add_weight_gradient(total_eMN: Tensor, grad_RM: Tensor, rows_RN: Tensor, groups: Groups) -> None:
-    """Add each expert's ``grad^T rows`` to the running total: :func:`weight_gradient` in place.
-
-    The total is float32 for every narrower input, so that gradients which are summed over chunks are rounded once.
-
-    Args:
-        total_eMN: ``[e, M, N]`` float32 (float64 for float64 input), changed in place.
-        grad_RM: ``[R, M]``, the gradient of :func:`grouped_mm`'s output.
-        rows_RN: ``[R, N]``, its input.
-        groups: The rows of each expert.
-
-    """
-    weight_gradient(total_eMN, grad_RM, rows_RN, groups, total_eMN)
-
-
 def _product(grad_MR: Tensor, rows_RN: Tensor, dtype: torch.dtype) -> Tensor:
     """One expert's product, summed and returned in ``dtype``."""
     if grad_MR.is_cuda and grad_MR.dtype != dtype:  # the GEMM sums in float32 anyway: take that before it is rounded

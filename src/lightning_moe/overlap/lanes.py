@@ -94,20 +94,19 @@ def pipeline(
     let go before the next one's work begins.
     """
     try:
-        arrival, arrived = arrive(chunks[0])
-        arriving = lanes.communicate(arrival, lanes.mark())
+        arrival, rows = arrive(chunks[0])
+        arriving, arrived = lanes.communicate(arrival, lanes.mark()), [rows]
+        del arrival, rows
         leaving: Ticket | None = None
         for i, chunk in enumerate(chunks):
             arriving.wait()
-            rows = arrived
-            del arrival, arrived
-            if i + 1 < len(chunks):
-                arrival, arrived = arrive(chunks[i + 1])
+            following = arrive(chunks[i + 1]) if i + 1 < len(chunks) else None
             start = lanes.mark()
-            product = work(chunk, rows)
-            del rows
-            if i + 1 < len(chunks):
-                arriving = lanes.communicate(arrival, start)
+            product = work(chunk, arrived.pop())
+            if following is not None:
+                arriving = lanes.communicate(following[0], start)
+                arrived.append(following[1])
+                del following
             if leaving is not None:
                 leaving.wait()
             leaving = lanes.communicate(leave(chunk, product), lanes.mark())

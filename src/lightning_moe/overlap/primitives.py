@@ -120,7 +120,9 @@ def forward(
 
     def work(plan: Plan, arrived: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         rows_NH, weights_NK = arrived
+        arrived.clear()  # the received rows go as soon as they are sorted
         rows_RH, weights_R = gather(rows_NH, plan.by_expert), _weights_by_expert(weights_NK, plan)
+        del rows_NH
         gate_up_R2F = grouped_mm(rows_RH, experts.gate_up_e2FH.mT, plan.groups)
         act_RF = swiglu(gate_up_R2F, weights_R)
         kept.append(Kept.under(mode, rows_RH, gate_up_R2F, act_RF, weights_R))
@@ -183,9 +185,10 @@ def backward(
     def work(chunk: tuple[Plan, Kept], arrived: list[Tensor]) -> _BackwardChunk:
         plan, held = chunk
         grad_NH, *again = arrived
+        arrived.clear()  # the received rows go as soon as they are sorted
         rows_RH, gate_up_R2F, weights_R = _rebuild(plan, held, again, experts)
-
         grad_out_RH = gather(grad_NH, plan.by_expert)
+        del grad_NH
         grad_act_RF = grouped_mm(grad_out_RH, experts.down_eHF, plan.groups)
         # what is rebuilt here is read once more at most, so it shares its memory with the gradient that takes its place
         act_RF = grad_act_RF if held.act_RF is None else held.act_RF
@@ -287,12 +290,11 @@ def _rebuild(plan: Plan, kept: Kept, again: list[Tensor], experts: Weights) -> t
 
     The activation is not among it: it falls out of its own backward.
     """
-    dispatched = iter(again)
     rows_RH, gate_up_R2F, weights_R = kept.rows_RH, kept.gate_up_R2F, kept.weights_R
     if rows_RH is None:
-        rows_RH = gather(next(dispatched), plan.by_expert)
+        rows_RH = gather(again.pop(0), plan.by_expert)
     if weights_R is None:
-        weights_R = _weights_by_expert(next(dispatched), plan)
+        weights_R = _weights_by_expert(again.pop(0), plan)
     if gate_up_R2F is None:
         gate_up_R2F = grouped_mm(rows_RH, experts.gate_up_e2FH.mT, plan.groups)
     return rows_RH, gate_up_R2F, weights_R

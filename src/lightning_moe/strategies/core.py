@@ -116,6 +116,11 @@ class ExpertParallel:
         """Initialize Lightning's base class."""
         raise NotImplementedError
 
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Every rank has its own data."""
+        return {"num_replicas": self.world_size, "rank": self.global_rank}  # type: ignore[attr-defined]
+
     def _check_precision(self, precision: str) -> None:
         if precision not in PARAM_DTYPES:
             raise ValueError(

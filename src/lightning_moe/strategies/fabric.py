@@ -51,11 +51,6 @@ class ChunkedEPStrategy(ExpertParallel, FabricModelParallelStrategy):
             self._check_precision(precision.precision)
         self._precision = precision
 
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.world_size, "rank": self.global_rank}  # every rank has its own data
-
     @override
     def setup_environment(self) -> None:
         FabricStrategy.setup_environment(self)

@@ -47,11 +47,6 @@ class ChunkedEPStrategy(ExpertParallel, PytorchModelParallelStrategy):
             self._check_precision(precision_plugin.precision)
         self._precision_plugin = precision_plugin
 
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.world_size, "rank": self.global_rank}  # every rank has its own data
-
     @override
     def setup_environment(self) -> None:
         PytorchStrategy.setup_environment(self)
