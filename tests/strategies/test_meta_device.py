@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+
 import pytest
 import torch
 from lightning.fabric import Fabric
@@ -139,3 +141,25 @@ def partly_real():
 
 def test_what_is_real_already_stays_as_it_is():
     assert run(partly_real, 2, init=False) == [(list(range(10)), [2.5] * 3, [7.0])] * 2
+
+
+LARGE = {"hidden_size": 256, "moe_intermediate_size": 1024, "num_experts": 16, "num_hidden_layers": 8}
+
+
+def peak_of_set_up(world_size):
+    """Bytes of the whole model, and by how much this process's peak rose while its share of it was built."""
+    fabric = Fabric(accelerator="cpu", devices=world_size, strategy=ChunkedEPStrategy())
+    fabric.launch()
+    fabric.setup(qwen3_moe(torch.float32))  # what is allocated once, for any model
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with fabric.init_module(empty_init=True):
+        model = qwen3_moe(torch.float32, **LARGE)
+    total = sum(p.numel() * p.element_size() for p in model.parameters())
+    fabric.setup(model)
+    return total, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+
+
+def test_no_process_ever_holds_the_whole_model():
+    for total, rise in run(peak_of_set_up, 4, 4, init=False):
+        assert total > 400e6
+        assert total / 4 < rise < 0.6 * total, "a quarter of the model, and one module at a time"
