@@ -198,9 +198,21 @@ def optimizer_of_another_model():
     fabric.setup(hf(), torch.optim.AdamW(hf().parameters()))
 
 
+def optimizer_of_another_model_at_the_second_set_up():
+    fabric = Fabric(accelerator="cpu", devices=1, strategy=ChunkedEPStrategy())
+    fabric.launch()
+    model = hf()
+    fabric.setup(model)
+    fabric.setup(model, torch.optim.AdamW(hf().parameters()))
+
+
 @pytest.mark.parametrize(
     ("go", "message"),
     [
+        (
+            optimizer_of_another_model_at_the_second_set_up,
+            "holds parameters that are not in the model it is set up with",
+        ),
         (optimizer_with_state, "`AdamW` has made steps already"),
         (optimizer_of_another_model, "holds parameters that are not in the model it is set up with"),
     ],

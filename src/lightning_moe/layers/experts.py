@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lightning_moe.dispatch import Dispatcher, LocalDispatcher
+from lightning_moe.ops.local import local_part
 from lightning_moe.ops.rows import accumulation_dtype
 from lightning_moe.overlap import chunked_experts
 from lightning_moe.recompute import RoutedMode
@@ -84,7 +84,7 @@ class GroupedExperts(nn.Module):
 
         """
         plans = self.dispatcher.plan(ids_TK, self.num_experts, self.num_chunks)
-        gate_up_e2FH, down_eHF = _local(self.gate_up_proj), _local(self.down_proj)
+        gate_up_e2FH, down_eHF = local_part(self.gate_up_proj), local_part(self.down_proj)
         dtype = gate_up_e2FH.dtype
         if torch.is_autocast_enabled(tokens_TH.device.type):
             dtype = torch.get_autocast_dtype(tokens_TH.device.type)
@@ -105,8 +105,3 @@ class GroupedExperts(nn.Module):
             f"num_experts={num_experts}, hidden_size={hidden_size}, intermediate_size={intermediate_size},"
             f" num_chunks={self.num_chunks}, mode={self.mode}"
         )
-
-
-def _local(weight: Tensor) -> Tensor:
-    """This rank's experts: differentiable, and the tensor itself where it is not distributed."""
-    return weight.to_local() if isinstance(weight, DTensor) else weight

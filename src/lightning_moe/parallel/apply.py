@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from lightning_moe.layers import GroupedExperts
 from lightning_moe.models import FAMILIES, Block, swap_blocks
 from lightning_moe.parallel.checks import edp_dim, refuse_wrapped
 from lightning_moe.parallel.mesh import MoEMesh
-from lightning_moe.parallel.units import decoder_layers
+from lightning_moe.parallel.units import decoder_layers, sharded_modules
 from lightning_moe.recompute import RecomputePolicy
 
 
@@ -36,10 +36,10 @@ class Parallelism:
 
     mesh: MoEMesh
     dispatcher: Choice
-    num_chunks: int = 1
-    recompute: RecomputePolicy = field(default_factory=RecomputePolicy)
-    param_dtype: torch.dtype | None = None
-    reshard_after_forward: bool = True
+    num_chunks: int
+    recompute: RecomputePolicy
+    param_dtype: torch.dtype | None
+    reshard_after_forward: bool
 
 
 def find_blocks(model: nn.Module) -> list[Block]:
@@ -145,9 +145,8 @@ def reshard(module: nn.Module) -> None:
 
     To be called where no backward is due: after an evaluation, and after a step, since copies gathered before it are stale.
     """
-    for submodule in module.modules():
-        if isinstance(submodule, FSDPModule):
-            submodule.reshard()
+    for submodule in sharded_modules(module):
+        submodule.reshard()
 
 
 def _reduce_dtype(blocks: list[Block]) -> torch.dtype:

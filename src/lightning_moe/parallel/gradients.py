@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_moe.ops.local import local_part
+
 
 @torch.no_grad()
 def total_grad_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
@@ -70,7 +72,7 @@ def clip_grad_norm_(
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for parameter in parameters:
         if parameter.grad is not None:
-            _local(parameter.grad).mul_(factor.to(parameter.grad.dtype))
+            local_part(parameter.grad).mul_(factor.to(parameter.grad.dtype))
     return norm
 
 
@@ -84,9 +86,11 @@ def _layout_total(members: list[Tensor], norm_type: float) -> Tensor:
     """The sum of ``|g|^p`` (the largest ``|g|`` for inf) over parameters of one layout, on all their ranks."""
     first = members[0]
     dtype = torch.float64 if any(member.dtype == torch.float64 for member in members) else torch.float32
-    gradients = [_local(member.grad) for member in members if member.grad is not None]
+    gradients = [local_part(member.grad) for member in members if member.grad is not None]
     norms = [torch.linalg.vector_norm(gradient, norm_type, dtype=dtype) for gradient in gradients if gradient.numel()]
-    norms.append(torch.zeros((), dtype=dtype, device=_local(first).device))  # a rank may hold nothing of this layout
+    norms.append(
+        torch.zeros((), dtype=dtype, device=local_part(first).device)
+    )  # a rank may hold nothing of this layout
     is_inf = norm_type == float("inf")
     total = torch.stack(norms).max() if is_inf else torch.stack(norms).pow(norm_type).sum()
     if isinstance(first, DTensor):
@@ -100,7 +104,3 @@ def _layout_total(members: list[Tensor], norm_type: float) -> Tensor:
                 else:
                     dist.all_reduce(total, group=group)
     return total
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_moe.layers import GroupedExperts
+from lightning_moe.ops.local import local_part
 
 Initialize = Callable[[nn.Module], object]
 
@@ -55,7 +56,7 @@ def materialize(model: nn.Module, device: torch.device) -> None:
         for name, module, initialize in owners:
             _initialize_whole(name, module, initialize)
     for module, key, tensor in real:
-        _local(dict(_named_tensors(module))[key]).copy_(_local(tensor))
+        local_part(dict(_named_tensors(module))[key]).copy_(local_part(tensor))
 
 
 def _initializers(model: nn.Module) -> Iterator[tuple[str, nn.Module, Initialize | None]]:
@@ -65,7 +66,7 @@ def _initializers(model: nn.Module) -> Iterator[tuple[str, nn.Module, Initialize
         name: str, module: nn.Module, inherited: Initialize | None
     ) -> Iterator[tuple[str, nn.Module, Initialize | None]]:
         inherited = getattr(module, "_init_weights", inherited)
-        if next(_tensors(module, recurse=False), None) is not None:
+        if _tensors(module):
             ours = isinstance(module, GroupedExperts) or inherited is None
             yield name, module, _reset if ours and hasattr(module, "reset_parameters") else inherited
         for child_name, child in module.named_children():
@@ -79,7 +80,7 @@ def _reset(module: Any) -> None:
 
 
 def _has_meta(module: nn.Module) -> bool:
-    return any(tensor.is_meta for tensor in _tensors(module, recurse=False))
+    return any(tensor.is_meta for tensor in _tensors(module))
 
 
 def _initialize_whole(name: str, module: nn.Module, initialize: Initialize | None) -> None:
@@ -90,7 +91,7 @@ def _initialize_whole(name: str, module: nn.Module, initialize: Initialize | Non
     for key, shard in shards.items():
         whole = torch.empty(shard.shape, dtype=shard.dtype, device=shard.device)
         module._parameters[key] = nn.Parameter(whole, requires_grad=shard.requires_grad)
-    for tensor in _tensors(module, recurse=False):
+    for tensor in _tensors(module):
         tensor.fill_(_unset(tensor.dtype))
     if initialize is not None:
         initialize(module)
@@ -122,10 +123,6 @@ def _looks_unset(tensor: Tensor) -> bool:
     return bool((tensor.isnan() if value != value else tensor == value).any())
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _aliases(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module, str]]:
     """Parameters that several modules share: each further holder, and the first."""
     first: dict[int, tuple[nn.Module, str]] = {}
@@ -140,10 +137,11 @@ def _aliases(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module, str]]:
     return aliases
 
 
-def _named_tensors(module: nn.Module, recurse: bool = False) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters(recurse=recurse)
-    yield from module.named_buffers(recurse=recurse)
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters and buffers that a module owns itself."""
+    yield from module.named_parameters(recurse=False)
+    yield from module.named_buffers(recurse=False)
 
 
-def _tensors(module: nn.Module, recurse: bool = True) -> Iterator[Tensor]:
-    return (tensor for _, tensor in _named_tensors(module, recurse))
+def _tensors(module: nn.Module) -> list[Tensor]:
+    return [tensor for _, tensor in _named_tensors(module)]

@@ -12,7 +12,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
-from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from lightning_moe.dispatch.select import DispatcherName, check_dispatcher_name, select_dispatcher
@@ -22,7 +21,7 @@ from lightning_moe.parallel.apply import Parallelism, find_blocks, parallelize, 
 from lightning_moe.parallel.checks import refuse_mixed_dtypes, refuse_sizes
 from lightning_moe.parallel.materialize import materialize
 from lightning_moe.parallel.mesh import MoEMesh, check_expert_parallel_size, resolve_expert_parallel_size
-from lightning_moe.parallel.units import decoder_layers
+from lightning_moe.parallel.units import decoder_layers, sharded_modules
 from lightning_moe.recompute import RecomputePolicy
 from lightning_moe.strategies.report import Report
 
@@ -213,7 +212,7 @@ def _refuse_save_pretrained(model: nn.Module) -> None:
 @contextmanager
 def no_gradient_sync(module: nn.Module, enabled: bool = True) -> Iterator[None]:
     """Accumulate gradients locally inside the context; they are reduced again after it, whatever happened in it."""
-    sharded = [submodule for submodule in module.modules() if isinstance(submodule, FSDPModule)]
+    sharded = sharded_modules(module)
     for submodule in sharded:
         submodule.set_requires_gradient_sync(not enabled, recurse=False)
     try:
@@ -225,8 +224,6 @@ def no_gradient_sync(module: nn.Module, enabled: bool = True) -> Iterator[None]:
 
 def refuse_optimizers(optimizers: list[Optimizer], module: nn.Module) -> None:
     """Raise a ``ValueError`` if an optimizer could not follow its parameters when the module is sharded."""
-    if is_parallelized(module):
-        return  # they were built after sharding, from the sharded parameters
     known = {id(parameter) for parameter in module.parameters()}
     for optimizer in optimizers:
         if any(id(parameter) not in known for group in optimizer.param_groups for parameter in group["params"]):
@@ -234,7 +231,7 @@ def refuse_optimizers(optimizers: list[Optimizer], module: nn.Module) -> None:
                 f"The `{type(optimizer).__name__}` holds parameters that are not in the model it is set up with. Build it from"
                 " that model's `parameters()`."
             )
-        if optimizer.state:
+        if optimizer.state and not is_parallelized(module):
             raise ValueError(
                 f"The `{type(optimizer).__name__}` has made steps already, and its state cannot follow parameters into"
                 " their shards. Set up model and optimizer before the first `step()`, and load state with `fabric.load`."
