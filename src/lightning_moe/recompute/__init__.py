@@ -1,5 +1,6 @@
 """What is recomputed in backward instead of being kept."""
 
+from lightning_moe.recompute.discard import DiscardOutputCheckpoint
 from lightning_moe.recompute.policy import RecomputePolicy, RoutedMode
 
-__all__ = ["RecomputePolicy", "RoutedMode"]
+__all__ = ["DiscardOutputCheckpoint", "RecomputePolicy", "RoutedMode"]
