@@ -108,11 +108,14 @@ def test_saved_elements_are_those_of_the_formula(mode):
     case = make_case(0, 12)
     inputs = leaves(case)
     of_inputs = {x.untyped_storage().data_ptr(): name for name, x in zip(NAMES, inputs, strict=True)}
-    saved, from_inputs = [], set()
+    saved, places, from_inputs = [], [], set()
 
     def pack(tensor):
         name = of_inputs.get(tensor.untyped_storage().data_ptr())
-        from_inputs.add(name) if name else saved.append(tensor.numel())
+        if name:
+            from_inputs.add(name)
+        else:
+            (saved if tensor.is_floating_point() else places).append(tensor.numel())
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -121,10 +124,11 @@ def test_saved_elements_are_those_of_the_formula(mode):
         "none": TOP_K * (HIDDEN + 3 * WIDTH) + TOP_K,
         "act": TOP_K * (HIDDEN + 2 * WIDTH) + TOP_K,
         "dispatch": TOP_K * 2 * WIDTH + TOP_K,
-        "full": 0,
+        "full": TOP_K,
     }
-    again = {"none": set(), "act": set(), "dispatch": {"tokens"}, "full": {"tokens", "weights"}}
+    again = {"none": set(), "act": set(), "dispatch": {"tokens"}, "full": {"tokens"}}
     assert sum(saved) == 12 * per_token[mode]
+    assert sum(places) == 12 * TOP_K + 3 * NUM_EXPERTS  # where each slot's row is, and where each expert's rows end
     assert from_inputs == {"gate_up", "down"} | again[mode]
     del out_TH
 
@@ -137,7 +141,7 @@ def test_without_a_graph_nothing_is_kept(mode, no_graph, monkeypatch):
 
     def spy(*args, **options):
         out_TH, kept = forward(*args, **options)
-        kept_by_forward.extend(tensor for chunk in kept for tensor in vars(chunk).values())
+        kept_by_forward.extend([kept.rows_RH, kept.gate_up_R2F, kept.act_RF])
         return out_TH, kept
 
     monkeypatch.setattr(primitives, "forward", spy)
@@ -146,7 +150,7 @@ def test_without_a_graph_nothing_is_kept(mode, no_graph, monkeypatch):
     with no_graph():
         out_TH = layer(inputs, case.ids_TK, mode)
     assert not out_TH.requires_grad
-    assert kept_by_forward == [None] * 12
+    assert kept_by_forward == [None] * 3
     torch.testing.assert_close(out_TH, dense(*inputs[:2], case.ids_TK, *inputs[2:]).detach(), rtol=1e-12, atol=1e-12)
 
 

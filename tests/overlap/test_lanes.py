@@ -121,13 +121,13 @@ class Recorder:
     def __getattr__(self, name):
         return getattr(self._dispatcher, name)
 
-    def dispatch(self, plan, tokens, rows):
-        self.calls += [("dispatch", tokens_TX.shape[1]) for tokens_TX in tokens]
-        self._dispatcher.dispatch(plan, tokens, rows)
+    def dispatch(self, plan, tokens, arriving):
+        self.calls.append(("dispatch", [tokens_TX.shape[1] for tokens_TX in tokens]))
+        self._dispatcher.dispatch(plan, tokens, arriving)
 
-    def combine(self, plan, rows, tokens):
-        self.calls += [("combine", tokens_TX.shape[1]) for tokens_TX in tokens]
-        self._dispatcher.combine(plan, rows, tokens)
+    def combine(self, plan, leaving, tokens):
+        self.calls.append(("combine", [tokens_TX.shape[1] for tokens_TX in tokens]))
+        self._dispatcher.combine(plan, leaving, tokens)
 
 
 def recorded_exchanges(sizes: list[int], num_chunks: int) -> dict[str, list]:
@@ -141,7 +141,7 @@ def recorded_exchanges(sizes: list[int], num_chunks: int) -> dict[str, list]:
     for mode in ("none", "dispatch", "full"):
         _, kept = primitives.forward(recorder, plans, *inputs, experts, mode)
         found[f"forward {mode}"], recorder.calls = recorder.calls, []
-        primitives.backward(recorder, plans, kept, case.grad_TH, *inputs, experts)
+        primitives.backward(recorder, plans, kept, case.grad_TH, case.tokens_TH, experts)
         found[f"backward {mode}"], recorder.calls = recorder.calls, []
     return found
 
@@ -153,14 +153,14 @@ def test_ranks_exchange_in_one_order_whatever_their_tokens():
     hidden, top_k = make_case(0, 1).tokens_TH.shape[1], make_case(0, 1).weights_TK.shape[1]
 
     def order(arriving: list[int], leaving: list[int]) -> list:
-        arrive, leave = [("dispatch", width) for width in arriving], [("combine", width) for width in leaving]
-        return [*arrive, *arrive, *leave, *arrive, *leave, *leave]
+        arrive, leave = ("dispatch", arriving), ("combine", leaving)
+        return [arrive, *[arrive, leave] * 4, leave]  # three chunks of the peers' rows between two of the own ones
 
     expected = {
-        **{f"forward {mode}": order([hidden, top_k], [hidden]) for mode in ("none", "dispatch", "full")},
+        **{f"forward {mode}": order([hidden, top_k, top_k], [hidden]) for mode in ("none", "dispatch", "full")},
         "backward none": order([hidden], [hidden, top_k]),
         "backward dispatch": order([hidden, hidden], [hidden, top_k]),
-        "backward full": order([hidden, hidden, top_k], [hidden, top_k]),
+        "backward full": order([hidden, hidden], [hidden, top_k]),
     }
     assert by_rank == [expected] * 4
 

@@ -15,6 +15,7 @@ from lightning_moe.ops.rows import gather
 from lightning_moe.ops.swiglu import swiglu_backward
 from lightning_moe.overlap import primitives
 from lightning_moe.overlap.primitives import Gradients, Weights
+from lightning_moe.overlap.weight_gradients import chunk_rows
 from lightning_moe.recompute.policy import ROUTED_MODES
 from overlap.dense import HIDDEN, NUM_EXPERTS, TOP_K, WIDTH, Case, make_case, reference
 
@@ -32,8 +33,8 @@ LAYOUTS = {  # tokens of each of four ranks (fewer ranks take the first), and th
 SCALE = 0.25
 
 
-def call(dispatcher, case: Case, rank: int, num_chunks: int, mode: str, fused: bool, buffers=(None, None)):
-    """Output and gradients of one rank, through backward or through the fused forward_backward."""
+def call(dispatcher, case: Case, rank: int, num_chunks: int, mode: str, buffers=(None, None)):
+    """Output and gradients of one rank, what was kept, and the plans."""
     num_local = NUM_EXPERTS // dispatcher.size
     mine = slice(rank * num_local, (rank + 1) * num_local)
     experts = Weights(case.gate_up_E2FH[mine], case.down_EHF[mine])
@@ -41,20 +42,16 @@ def call(dispatcher, case: Case, rank: int, num_chunks: int, mode: str, fused: b
     inputs = (case.tokens_TH, case.weights_TK)
     out_TH, kept = primitives.forward(dispatcher, plans, *inputs, experts, mode, buffers[0])
     options = {"weight_grad_scale": SCALE, "grad_tokens_TH": buffers[1]}
-    if fused:
-        grads = primitives.forward_backward(dispatcher, plans, case.grad_TH, *inputs, experts, **options)
-    else:
-        # what the mode says was kept is not handed in again
-        tokens_TH = case.tokens_TH if mode in ("dispatch", "full") else None
-        weights_TK = case.weights_TK if mode == "full" else None
-        grads = primitives.backward(dispatcher, plans, kept, case.grad_TH, tokens_TH, weights_TK, experts, **options)
+    # what the mode says was kept is not handed in again
+    tokens_TH = case.tokens_TH if mode in ("dispatch", "full") else None
+    grads = primitives.backward(dispatcher, plans, kept, case.grad_TH, tokens_TH, experts, **options)
     return out_TH, grads, kept, plans
 
 
-def ways_back(num_ranks: int, layout: int, num_chunks: int) -> list[tuple[str, bool]]:
+def modes(num_ranks: int, layout: int, num_chunks: int) -> list[str]:
     """All on one rank; on several, two by turns, so that over the layouts each meets every number of chunks."""
-    ways = [(mode, False) for mode in ROUTED_MODES] + [("full", True)]
-    return ways if num_ranks == 1 else [ways[(layout + num_chunks + turn) % len(ways)] for turn in (0, 2)]
+    known = list(ROUTED_MODES)
+    return known if num_ranks == 1 else [known[(layout + num_chunks + turn) % len(known)] for turn in (0, 2)]
 
 
 def check_layouts() -> int:
@@ -69,13 +66,13 @@ def check_layouts() -> int:
         outs, tokens, weights, gate_up, down = reference(cases)
         exact = outs[rank], tokens[rank], weights[rank], SCALE * gate_up[mine], SCALE * down[mine]
         for dispatcher, num_chunks in product(dispatchers, CHUNKS):
-            for mode, fused in ways_back(num_ranks, layout, num_chunks):
-                out_TH, grads, kept, _ = call(dispatcher, cases[rank], rank, num_chunks, mode, fused)
-                assert len(kept) == num_chunks
+            for mode in modes(num_ranks, layout, num_chunks):
+                out_TH, grads, kept, plans = call(dispatcher, cases[rank], rank, num_chunks, mode)
+                assert len(kept.orders) == len(plans)
                 for what, a, e in zip(("out", *Gradients._fields), (out_TH, *grads), exact, strict=True):
                     assert (a.shape, a.dtype) == (e.shape, torch.float64)
                     close = torch.allclose(a, e, rtol=1e-12, atol=1e-12)
-                    assert close, f"{what}: {name}, {num_chunks} chunks, {mode}, {'fused' if fused else 'backward'}"
+                    assert close, f"{what}: {name}, {num_chunks} chunks, {mode}"
                 compared += 1
     return compared
 
@@ -83,29 +80,30 @@ def check_layouts() -> int:
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_every_mode_and_number_of_chunks_equals_the_dense_layer(num_ranks):
     compared = run(check_layouts, num_ranks)
-    assert compared == [len(LAYOUTS) * len(CHUNKS) * (2 * 5 if num_ranks == 1 else 2)] * num_ranks
+    assert compared == [len(LAYOUTS) * len(CHUNKS) * (2 * 4 if num_ranks == 1 else 2)] * num_ranks
 
 
 @pytest.mark.parametrize(
     ("mode", "fields"),
     [
-        ("none", {"rows_RH", "gate_up_R2F", "act_RF", "weights_R"}),
-        ("act", {"rows_RH", "gate_up_R2F", "weights_R"}),
-        ("dispatch", {"gate_up_R2F", "weights_R"}),
-        ("full", set()),
+        ("none", ["rows_RH", "gate_up_R2F", "act_RF"]),
+        ("act", ["rows_RH", "gate_up_R2F"]),
+        ("dispatch", ["gate_up_R2F"]),
+        ("full", []),
     ],
 )
 def test_a_mode_keeps_what_it_names(mode, fields):
     case = make_case(0, 7)
-    _, _, kept, plans = call(LocalDispatcher(), case, 0, 3, mode, fused=mode == "full")
-    widths = {"rows_RH": (HIDDEN,), "gate_up_R2F": (2 * WIDTH,), "act_RF": (WIDTH,), "weights_R": ()}
-    for chunk, plan in zip(kept, plans, strict=True):
-        held = {name: tensor for name, tensor in vars(chunk).items() if tensor is not None}
-        assert held.keys() == fields
-        num_rows = (plan.tokens.stop - plan.tokens.start) * TOP_K
-        assert {name: tuple(tensor.shape) for name, tensor in held.items()} == {
-            name: (num_rows, *widths[name]) for name in fields
-        }
+    _, _, kept, plans = call(LocalDispatcher(), case, 0, 3, mode)
+    assert [name for name in ("rows_RH", "gate_up_R2F", "act_RF") if getattr(kept, name) is not None] == fields
+    num_rows = [(plan.tokens.stop - plan.tokens.start) * TOP_K for plan in plans]
+    assert [order.weights_R.shape[0] for order in kept.orders] == num_rows
+    if kept.rows_RH is not None:
+        assert kept.rows_RH.shape == (sum(num_rows), HIDDEN)
+    if kept.gate_up_R2F is not None:
+        assert kept.gate_up_R2F.shape == (sum(num_rows), 2 * WIDTH)
+    if kept.act_RF is not None:
+        assert kept.act_RF.shape == (sum(num_rows), WIDTH)
 
 
 @pytest.mark.parametrize("mode", ROUTED_MODES)
@@ -114,7 +112,7 @@ def test_the_callers_buffers_are_written_and_nothing_around_them(mode):
     case = make_case(0, 7, "slots")
     around_out, around_grad = torch.full((2, 9, HIDDEN + 3), -3.0, dtype=torch.float64).unbind(0)
     buffers = around_out[1:8, 2 : 2 + HIDDEN], around_grad[1:8, 2 : 2 + HIDDEN]
-    out_TH, grads, _, _ = call(LocalDispatcher(), case, 0, 3, mode, mode == "full", buffers)
+    out_TH, grads, _, _ = call(LocalDispatcher(), case, 0, 3, mode, buffers)
     assert out_TH is buffers[0]
     assert grads.tokens_TH is buffers[1]
     (exact_TH,), (exact_grad_TH,), *_ = reference([case])
@@ -129,8 +127,8 @@ def owned_buffers_across_ranks() -> None:
     case = make_case(rank, 4 + rank)
     buffers = tuple(torch.full((2, *case.tokens_TH.shape), float("nan"), dtype=torch.float64).unbind(0))
     dispatcher = select_dispatcher("auto", dist.group.WORLD, torch.device("cpu")).dispatcher
-    plain, plain_grads, _, _ = call(dispatcher, case, rank, 3, "dispatch", False)
-    out_TH, grads, _, _ = call(dispatcher, case, rank, 3, "dispatch", False, buffers)
+    plain, plain_grads, _, _ = call(dispatcher, case, rank, 3, "dispatch")
+    out_TH, grads, _, _ = call(dispatcher, case, rank, 3, "dispatch", buffers)
     assert out_TH is buffers[0]
     assert grads.tokens_TH is buffers[1]
     assert torch.equal(out_TH, plain)
@@ -149,7 +147,7 @@ def test_a_weight_gradient_that_is_not_asked_for_is_none(mode, needed):
     plans = dispatcher.plan(case.ids_TK, NUM_EXPERTS, 2)
     inputs, experts = (case.tokens_TH, case.weights_TK), Weights(case.gate_up_E2FH, case.down_EHF)
     _, kept = primitives.forward(dispatcher, plans, *inputs, experts, mode)
-    grads = primitives.backward(dispatcher, plans, kept, case.grad_TH, *inputs, experts, needed)
+    grads = primitives.backward(dispatcher, plans, kept, case.grad_TH, case.tokens_TH, experts, needed)
     _, (tokens,), (weights,), gate_up, down = reference([case])
     expected = tokens, weights, gate_up if needed[0] else None, down if needed[1] else None
     for actual, exact in zip(grads, expected, strict=True):
@@ -163,15 +161,20 @@ def test_bf16_weight_gradients_are_rounded_once_whatever_the_chunks(num_chunks):
     """Against float64 sums of the very bf16 factors that backward multiplies: half a unit of bf16, and no more."""
     case = make_case(0, 64, dtype=torch.bfloat16, hidden=16, width=8)
     dispatcher = LocalDispatcher()
-    _, grads, kept, plans = call(dispatcher, case, 0, num_chunks, "none", False)
+    _, grads, kept, plans = call(dispatcher, case, 0, num_chunks, "none")
     exact = {"gate_up": torch.zeros_like(case.gate_up_E2FH.double()), "down": torch.zeros_like(case.down_EHF.double())}
     size = {name: torch.zeros_like(total) for name, total in exact.items()}
-    for plan, chunk in zip(plans, kept, strict=True):
-        grad_out_RH = gather(case.grad_TH[plan.tokens], plan.by_expert)
-        grad_act_RF = grouped_mm(grad_out_RH, case.down_EHF, plan.groups)
-        grad_gate_up_R2F, _ = swiglu_backward(grad_act_RF, chunk.gate_up_R2F, chunk.weights_R)
-        for name, left, right in (("down", grad_out_RH, chunk.act_RF), ("gate_up", grad_gate_up_R2F, chunk.rows_RH)):
-            for expert, rows in enumerate(plan.groups.slices()):
+    places = chunk_rows([order.groups for order in kept.orders])
+    for plan, order, place in zip(plans, kept.orders, places, strict=True):
+        grad_out_RH = torch.empty_like(kept.rows_RH[place])
+        gather(case.grad_TH[plan.tokens], order.by_expert, grad_out_RH)
+        grad_act_RF, gate_up_R2F = torch.empty_like(kept.act_RF[place]), kept.gate_up_R2F[place]
+        grouped_mm(grad_out_RH, case.down_EHF, order.groups, grad_act_RF)
+        grad_gate_up_R2F = torch.empty_like(gate_up_R2F)
+        swiglu_backward(grad_act_RF, gate_up_R2F, order.weights_R, grad_gate_up_R2F)
+        pairs = {"down": (grad_out_RH, kept.act_RF[place]), "gate_up": (grad_gate_up_R2F, kept.rows_RH[place])}
+        for name, (left, right) in pairs.items():
+            for expert, rows in enumerate(order.groups.slices()):
                 left_MR, right_RN = SCALE * left[rows].double().t(), right[rows].double()
                 exact[name][expert] += left_MR @ right_RN
                 size[name][expert] += left_MR.abs() @ right_RN.abs()
@@ -186,8 +189,8 @@ def test_bf16_weight_gradients_are_rounded_once_whatever_the_chunks(num_chunks):
 def test_narrow_dtypes_stay_within_their_rounding(mode, dtype):
     """Relative L2 error against the dense layer in float64; every mode gives the same bits."""
     case = make_case(0, 50, dtype=dtype, hidden=16, width=8)
-    out_TH, grads, _, _ = call(LocalDispatcher(), case, 0, 3, mode, mode == "full")
-    kept_all_TH, kept_all_grads, _, _ = call(LocalDispatcher(), case, 0, 3, "none", False)
+    out_TH, grads, _, _ = call(LocalDispatcher(), case, 0, 3, mode)
+    kept_all_TH, kept_all_grads, _, _ = call(LocalDispatcher(), case, 0, 3, "none")
     (out,), (tokens,), (weights,), gate_up, down = reference([case])
     expected = out, tokens, weights, SCALE * gate_up, SCALE * down
     tolerance = {torch.float32: 1e-6, torch.bfloat16: 1e-2}[dtype]

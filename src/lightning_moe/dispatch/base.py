@@ -6,55 +6,81 @@ A dispatcher implements two linear maps over one plan, each the adjoint of the o
 * ``combine`` sums the rows that came from one token back into it.
 
 So the backward of one is the other on the same plan, and no dispatcher contains autograd. Property:
-``<dispatch(x), r> == <x, combine(r)>``, summed over the ranks.
+``<dispatch(x), r> == <x, combine(r)>``, summed over the ranks and over the plans of one layer.
 
-Legend: T tokens of a chunk, K experts per token, N rows received, R rows sorted by expert, E experts, e local experts,
-X any trailing width (hidden size for tokens, K for their routing weights).
+Legend: T tokens of a chunk, K experts per token, N rows received, E experts, e local experts, X any trailing width (hidden
+size for tokens, K for their routing weights and ids).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
-
-from lightning_moe.ops.grouped_mm import Groups
-from lightning_moe.ops.rows import RowMap, rows_by_key
-
-Traffic = tuple[tuple[int, ...], ...]
-"""``[P, P]``: rows from each rank to each rank of a group; ``traffic[i][j]`` go from i to j."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How one chunk of tokens travels: a value, made once, read by dispatch, combine and their backward.
+    """What becomes of one chunk of rows: a value, made once, read by dispatch, combine and their backward.
 
     Args:
-        tokens: The chunk's place in the local batch.
-        to_ranks: Map from the chunk's T tokens to the rows sent, sorted by destination rank; ``None`` where no row leaves.
-        traffic_PP: Rows from each rank to each rank of the group; empty where no row leaves.
-        by_expert: Map from the N rows received to the R rows sorted by local expert.
-        slots_R: int32 ``[R]``, flat index into the received ``[N, K]`` slots of each sorted row.
-        groups: The rows of each local expert.
+        tokens: The tokens that its rows belong to, a part of the local batch.
+        ids_TK: int32 ``[T, K]``, the global experts of these tokens, ``-1`` for none: they travel with the tokens.
+        num_rows: N.
+        first_expert: This rank holds the experts from this one on.
+        counts: Slots of the received rows that name each of the e local experts, on the host.
+        route: The dispatcher's own.
 
     """
 
     tokens: slice
-    to_ranks: RowMap | None
-    traffic_PP: Traffic
-    by_expert: RowMap
-    slots_R: Tensor
-    groups: Groups
+    ids_TK: Tensor
+    num_rows: int
+    first_expert: int
+    counts: tuple[int, ...]
+    route: Any
+
+
+class Arriving(Protocol):
+    """Memory that a dispatch fills."""
+
+    @property
+    def rows(self) -> Sequence[Tensor]:
+        """``[N, X]`` for each tensor that is dispatched; elements of a row lie side by side."""
+
+
+class Place(NamedTuple):
+    """Where some of a chunk's N rows go.
+
+    Args:
+        rows: Which ones.
+        out: ``[n, X]`` for each tensor that is combined.
+        num_summed: So many of the first of them are tokens that hold a part of their sum already: they are added to.
+
+    """
+
+    rows: slice
+    out: Sequence[Tensor]
+    num_summed: int
+
+
+class Leaving(Protocol):
+    """Memory that a combine empties."""
+
+    @property
+    def places(self) -> Sequence[Place]:
+        """To be written before the combine; together they take all N rows."""
 
 
 class Dispatcher(Protocol):
     """Two adjoint linear maps between tokens and the rows that this rank's experts work on.
 
-    Every rank of the group makes the same calls in the same order, with zero tokens too. Both maps write into buffers
-    that the caller owns.
+    Every rank of the group makes the same calls in the same order, with zero tokens too. The memory of a transfer is made on
+    the compute lane, before the transfer is issued to the communication lane. Several tensors travel together, each with its
+    own width: hidden states, routing weights and ids, say.
     """
 
     @property
@@ -62,61 +88,45 @@ class Dispatcher(Protocol):
         """Ranks in the expert-parallel group."""
 
     def plan(self, ids_TK: Tensor, num_experts: int, num_chunks: int) -> list[Plan]:
-        """Agree with the other ranks on what goes where, for every chunk at once.
+        """Agree with the other ranks on what goes where, for every chunk at once; the layer's one host sync.
 
         Args:
             ids_TK: ``[T, K]`` integer, the global expert of each slot of the whole local batch; ``-1`` for none.
             num_experts: E, over all ranks; divisible by the size of the group.
-            num_chunks: The same on every rank, whatever its tokens.
+            num_chunks: The same on every rank, whatever its tokens. With balanced routing no plan holds more than this
+                part of the layer's rows; there may be more plans than chunks.
 
         Returns:
-            One plan for each chunk.
+            The plans, in the order in which they must be worked on.
 
         """
 
-    def rows_like(self, plan: Plan, tokens_TX: Tensor) -> Tensor:
-        """A buffer ``[N, X]`` for the rows that belong to ``tokens_TX``; its content is undefined.
+    def arriving(self, plan: Plan, tokens: Sequence[Tensor]) -> Arriving:
+        """Room for the rows that belong to tokens ``[T, X]``; its content is undefined."""
 
-        It may be ``tokens_TX`` itself where no row leaves the rank: then dispatch and combine have nothing to do.
-        """
+    def dispatch(self, plan: Plan, tokens: Sequence[Tensor], arriving: Arriving) -> None:
+        """Copy tokens ``[T, X]`` into the rows of the ranks that own their experts."""
 
-    def dispatch(self, plan: Plan, tokens: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
-        """Copy tokens ``[T, X]`` into the rows ``[N, X]`` of the ranks that own their experts.
+    def leaving(self, plan: Plan, tokens: Sequence[Tensor]) -> Leaving:
+        """Places for the rows that are to be summed into tokens ``[T, X]``; the plans before have been combined."""
 
-        Several tensors, each with its own X, travel together: hidden states and routing weights, say.
-        """
-
-    def combine(self, plan: Plan, rows: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
-        """Sum rows ``[N, X]`` into the tokens ``[T, X]`` that they were copied from; several tensors, as above."""
+    def combine(self, plan: Plan, leaving: Leaving, tokens: Sequence[Tensor]) -> None:
+        """Sum rows into the tokens ``[T, X]`` that they were copied from."""
 
 
-def chunk_slices(num_tokens: int, num_chunks: int) -> list[slice]:
-    """Cut a batch into contiguous chunks whose sizes differ by one at most; with few tokens some are empty.
+class HostCopy:
+    """A tensor on its way to the host, so that more work can be issued before its numbers are waited for."""
 
-    >>> chunk_slices(5, 2)
-    [slice(0, 3, None), slice(3, 5, None)]
+    def __init__(self, tensor: Tensor) -> None:
+        self._arrived: torch.cuda.Event | None = None
+        self._copy = tensor
+        if tensor.is_cuda:
+            self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._copy.copy_(tensor, non_blocking=True)
+            self._arrived = torch.cuda.current_stream(tensor.device).record_event()
 
-    """
-    bounds = [-(-num_tokens * i // num_chunks) for i in range(num_chunks + 1)]
-    return [slice(start, stop) for start, stop in pairwise(bounds)]
-
-
-def make_plan(
-    tokens: slice,
-    ids_NK: Tensor,
-    counts: tuple[int, ...],
-    to_ranks: RowMap | None = None,
-    traffic_PP: Traffic = (),
-) -> Plan:
-    """Complete a plan with the order of the received rows on this rank.
-
-    Args:
-        tokens: See :class:`Plan`.
-        ids_NK: int32 ``[N, K]``, the local expert of each received slot, ``-1`` for experts elsewhere.
-        counts: Slots of each local expert, on the host.
-        to_ranks: See :class:`Plan`.
-        traffic_PP: See :class:`Plan`.
-
-    """
-    by_expert, slots_R, ends_e = rows_by_key(ids_NK, len(counts), sum(counts))
-    return Plan(tokens, to_ranks, traffic_PP, by_expert, slots_R, Groups(counts, ends_e))
+    def wait(self) -> Tensor:
+        """The tensor, on the CPU."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._copy

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
-from lightning_moe.dispatch.base import Plan, chunk_slices, make_plan
-from lightning_moe.ops.rows import count_keys
+from lightning_moe.dispatch.base import Arriving, HostCopy, Leaving, Place, Plan
+from lightning_moe.ops.routing import chunk_slices, count_needs
 
 
 class LocalDispatcher:
@@ -16,21 +17,34 @@ class LocalDispatcher:
     size = 1
 
     def plan(self, ids_TK: Tensor, num_experts: int, num_chunks: int) -> list[Plan]:
-        chunks = chunk_slices(ids_TK.shape[0], num_chunks)
+        counts = HostCopy(count_needs(ids_TK, num_experts, 1, num_chunks))
         ids_TK = ids_TK.int()
-        counts_CE = count_keys(ids_TK, num_experts, chunks).tolist()  # the layer's one host sync
+        counts_CX = counts.wait().tolist()
         return [
-            make_plan(tokens, ids_TK[tokens], tuple(counts_E))
-            for tokens, counts_E in zip(chunks, counts_CE, strict=True)
+            Plan(tokens, ids_TK[tokens], tokens.stop - tokens.start, 0, tuple(counts_X[1:]), None)
+            for tokens, counts_X in zip(chunk_slices(ids_TK.shape[0], num_chunks), counts_CX, strict=True)
         ]
 
-    def rows_like(self, plan: Plan, tokens_TX: Tensor) -> Tensor:
-        return tokens_TX
+    def arriving(self, plan: Plan, tokens: Sequence[Tensor]) -> Arriving:
+        return Rows(tokens)
 
-    def dispatch(self, plan: Plan, tokens: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
-        for tokens_TX, rows_NX in zip(tokens, rows, strict=True):
-            if rows_NX is not tokens_TX:
-                rows_NX.copy_(tokens_TX)
+    def dispatch(self, plan: Plan, tokens: Sequence[Tensor], arriving: Arriving) -> None:
+        """Nothing to do."""
 
-    def combine(self, plan: Plan, rows: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
-        self.dispatch(plan, rows, tokens)
+    def leaving(self, plan: Plan, tokens: Sequence[Tensor]) -> Leaving:
+        return Places([Place(slice(0, plan.num_rows), tokens, 0)])
+
+    def combine(self, plan: Plan, leaving: Leaving, tokens: Sequence[Tensor]) -> None:
+        """Nothing to do."""
+
+
+class Rows(NamedTuple):
+    """What arrives without memory of its own."""
+
+    rows: Sequence[Tensor]
+
+
+class Places(NamedTuple):
+    """What leaves without memory of its own."""
+
+    places: Sequence[Place]

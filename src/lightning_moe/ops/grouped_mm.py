@@ -1,7 +1,7 @@
 """One matrix product for each expert, over rows that are sorted by expert.
 
-``torch.nn.functional.grouped_mm`` where it serves (its dtypes, its alignment); otherwise one ``torch.mm`` for each
-expert, which is also the float64 reference.
+A kernel of our own on Hopper GPUs; ``torch.nn.functional.grouped_mm`` where it serves (its dtypes, its alignment); otherwise
+one ``torch.mm`` for each expert, which is also the float64 reference.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_moe.ops import kernels
 from lightning_moe.ops.rows import accumulation_dtype
+from lightning_moe.ops.swiglu import swiglu
 
 
 @dataclass(frozen=True)
@@ -35,24 +36,55 @@ class Groups:
         return [slice(start, start + count) for start, count in zip(starts, self.counts, strict=True)]
 
 
-def grouped_mm(rows_RN: Tensor, weight_eNM: Tensor, groups: Groups) -> Tensor:
+def grouped_mm(rows_RN: Tensor, weight_eNM: Tensor, groups: Groups, out_RM: Tensor) -> None:
     """Multiply each expert's rows with that expert's matrix.
 
     Args:
         rows_RN: ``[R, N]``, sorted by expert.
         weight_eNM: ``[e, N, M]``; a transposed view is as good as a contiguous tensor.
         groups: The rows of each expert; they sum to R.
-
-    Returns:
-        ``[R, M]`` in the dtype of the input.
+        out_RM: ``[R, M]`` in the dtype of the input, contiguous, written.
 
     """
-    if _native(rows_RN, weight_eNM):
-        return F.grouped_mm(rows_RN, weight_eNM, offs=groups.ends_e)
-    out_RM = rows_RN.new_empty(rows_RN.shape[0], weight_eNM.shape[2])
-    for expert, rows in enumerate(groups.slices()):
-        torch.mm(rows_RN[rows], weight_eNM[expert], out=out_RM[rows])
-    return out_RM
+    if _serve(rows_RN, weight_eNM):
+        from lightning_moe.ops.kernels.grouped_mm import grouped_mm_of_experts
+
+        grouped_mm_of_experts(rows_RN, weight_eNM, groups.ends_e, out_RM)
+    elif _native(rows_RN, weight_eNM):
+        out_RM.copy_(F.grouped_mm(rows_RN, weight_eNM, offs=groups.ends_e))
+    else:
+        for expert, rows in enumerate(groups.slices()):
+            torch.mm(rows_RN[rows], weight_eNM[expert], out=out_RM[rows])
+
+
+def grouped_mm_swiglu(
+    rows_RH: Tensor,
+    gate_up_e2FH: Tensor,
+    weights_R: Tensor,
+    groups: Groups,
+    act_RF: Tensor,
+    gate_up_R2F: Tensor | None = None,
+) -> None:
+    """Multiply each expert's rows with its first matrix, transposed, and activate them as :mod:`lightning_moe.ops.swiglu` does.
+
+    Args:
+        rows_RH: ``[R, H]``, sorted by expert.
+        gate_up_e2FH: ``[e, 2F, H]``: the gate's F rows, then the up projection's.
+        weights_R: ``[R]``, routing weights, float32 (float64 for float64 rows).
+        groups: The rows of each expert; they sum to R.
+        act_RF: ``[R, F]`` in the dtype of the input, contiguous, written.
+        gate_up_R2F: ``[R, 2F]``, likewise, what the activation is computed from, for those who need it later.
+
+    """
+    if _serve(rows_RH, gate_up_e2FH) and gate_up_e2FH.is_contiguous():
+        from lightning_moe.ops.kernels.grouped_mm import gate_up_swiglu_of_experts
+
+        gate_up_swiglu_of_experts(rows_RH, gate_up_e2FH, weights_R, groups.ends_e, act_RF, gate_up_R2F)
+        return
+    if gate_up_R2F is None:
+        gate_up_R2F = rows_RH.new_empty(rows_RH.shape[0], gate_up_e2FH.shape[1])
+    grouped_mm(rows_RH, gate_up_e2FH.mT, groups, gate_up_R2F)
+    swiglu(gate_up_R2F, weights_R, act_RF)
 
 
 def weight_gradient(
@@ -79,7 +111,7 @@ def weight_gradient(
         scale: A factor on the sum.
 
     """
-    if kernels.serve(grad_RM, rows_RN, out_eMN):
+    if rows_RN.shape[0] and kernels.serve(rows_RN):
         from lightning_moe.ops.kernels.weight_gradient import serves, weight_gradient_of_experts
 
         if serves(out_eMN, grad_RM, rows_RN, total_eMN):
@@ -100,6 +132,15 @@ def _product(grad_MR: Tensor, rows_RN: Tensor, dtype: torch.dtype) -> Tensor:
     if grad_MR.is_cuda and grad_MR.dtype != dtype:  # the GEMM sums in float32 anyway: take that before it is rounded
         return torch.mm(grad_MR, rows_RN, out_dtype=dtype)
     return torch.mm(grad_MR.to(dtype), rows_RN.to(dtype))
+
+
+def _serve(rows_RN: Tensor, weight_eNM: Tensor) -> bool:
+    """Whether our own kernels take these operands."""
+    if not (rows_RN.shape[0] and kernels.serve(rows_RN)):
+        return False
+    from lightning_moe.ops.kernels.grouped_mm import serves
+
+    return serves(rows_RN, weight_eNM)
 
 
 def _native(rows_RN: Tensor, weight_eNM: Tensor) -> bool:

@@ -16,35 +16,31 @@ from lightning_moe.ops import kernels
 from lightning_moe.ops.rows import accumulation_dtype
 
 
-def swiglu(gate_up_R2F: Tensor, weights_R: Tensor) -> Tensor:
+def swiglu(gate_up_R2F: Tensor, weights_R: Tensor, act_RF: Tensor) -> None:
     """``silu(gate) * up * weight``, computed in float32 (float64 for float64 input).
 
     Args:
         gate_up_R2F: ``[R, 2F]``: the gate's F columns, then the up projection's.
         weights_R: ``[R]``, routing weights, float32 or float64.
-
-    Returns:
-        ``[R, F]`` in the dtype of ``gate_up_R2F``.
+        act_RF: ``[R, F]``, contiguous, in the dtype of ``gate_up_R2F``, written.
 
     """
-    if kernels.serve(gate_up_R2F) and weights_R.dtype == torch.float32:
+    if gate_up_R2F.shape[0] and kernels.serve(gate_up_R2F) and weights_R.dtype == torch.float32:
         from lightning_moe.ops.kernels.swiglu import swiglu_rows
 
-        act_RF = gate_up_R2F.new_empty(gate_up_R2F.shape[0], gate_up_R2F.shape[1] // 2)
         swiglu_rows(gate_up_R2F.contiguous(), weights_R.contiguous(), act_RF)
-        return act_RF
+        return
     gate_RF, up_RF = gate_up_R2F.to(accumulation_dtype(gate_up_R2F.dtype)).chunk(2, dim=-1)
-    return (F.silu(gate_RF) * up_RF * weights_R.unsqueeze(1)).to(gate_up_R2F.dtype)
+    act_RF.copy_(F.silu(gate_RF) * up_RF * weights_R.unsqueeze(1))
 
 
 def swiglu_backward(
     grad_RF: Tensor,
     gate_up_R2F: Tensor,
     weights_R: Tensor,
-    *,
+    grad_gate_up_R2F: Tensor,
     act_RF: Tensor | None = None,
-    grad_gate_up_R2F: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     r"""The gradients of :func:`swiglu`, and the activation itself where a buffer for it is given.
 
     With s the logistic function, silu'(g) = s(g) (1 + g (1 - s(g))).
@@ -53,24 +49,22 @@ def swiglu_backward(
         grad_RF: ``[R, F]``, the gradient of the activation.
         gate_up_R2F: ``[R, 2F]``, the forward input.
         weights_R: ``[R]``, routing weights.
-        act_RF: A contiguous buffer, ``[R, F]``, for :func:`swiglu`'s output, rebuilt in the same pass. It may be
-            ``grad_RF``, which is then overwritten.
-        grad_gate_up_R2F: A contiguous buffer, ``[R, 2F]``, for the first gradient; allocated where it is not given. It
-            may be ``gate_up_R2F``, which is then overwritten.
+        grad_gate_up_R2F: ``[R, 2F]``, contiguous, the first gradient in the dtype of ``gate_up_R2F``, written. It may be
+            ``gate_up_R2F``, which is then overwritten.
+        act_RF: ``[R, F]``, contiguous, :func:`swiglu`'s output, rebuilt in the same pass. It may be ``grad_RF``, which is
+            then overwritten.
 
     Returns:
-        The gradient of ``gate_up_R2F`` in its dtype, and of ``weights_R``, ``[R]``, in float32 (float64).
+        The gradient of ``weights_R``, ``[R]``, in its dtype.
 
     """
-    if grad_gate_up_R2F is None:
-        grad_gate_up_R2F = torch.empty(gate_up_R2F.shape, dtype=gate_up_R2F.dtype, device=gate_up_R2F.device)
-    if kernels.serve(grad_RF, gate_up_R2F) and weights_R.dtype == torch.float32:
+    if grad_RF.shape[0] and kernels.serve(grad_RF) and weights_R.dtype == torch.float32:
         from lightning_moe.ops.kernels.swiglu import swiglu_backward_rows
 
-        grad_weights_R = torch.empty(weights_R.shape, dtype=weights_R.dtype, device=weights_R.device)
+        grad_weights_R = torch.empty_like(weights_R)
         inputs = (grad_RF.contiguous(), gate_up_R2F.contiguous(), weights_R.contiguous())
         swiglu_backward_rows(*inputs, grad_gate_up_R2F, grad_weights_R, act_RF)
-        return grad_gate_up_R2F, grad_weights_R
+        return grad_weights_R
     dtype = accumulation_dtype(gate_up_R2F.dtype)
     gate_RF, up_RF = gate_up_R2F.to(dtype).chunk(2, dim=-1)
     sigmoid_RF = gate_RF.sigmoid()
@@ -83,4 +77,4 @@ def swiglu_backward(
     grad_gate_RF, grad_up_RF = grad_gate_up_R2F.chunk(2, dim=-1)
     grad_gate_RF.copy_(weighted_RF * up_RF * (sigmoid_RF + silu_RF * (1 - sigmoid_RF)))
     grad_up_RF.copy_(weighted_RF * silu_RF)
-    return grad_gate_up_R2F, grad_weights_R
+    return grad_weights_R

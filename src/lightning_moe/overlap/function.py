@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_moe.dispatch.base import Dispatcher, Plan
+from lightning_moe.ops.grouped_mm import Groups
+from lightning_moe.ops.routing import Order
+from lightning_moe.ops.rows import RowMap
 from lightning_moe.overlap import primitives
 from lightning_moe.overlap.primitives import Kept, Weights
 from lightning_moe.recompute.policy import RoutedMode
@@ -64,27 +67,43 @@ class _ChunkedExperts(torch.autograd.Function):
         experts = Weights(gate_up_e2FH, down_eHF)
         with torch.autocast(tokens_TH.device.type, enabled=False):
             out_TH, kept = primitives.forward(dispatcher, plans, tokens_TH, weights_TK, experts, mode)
-        ctx.dispatcher, ctx.plans, ctx.mode, ctx.weight_grad_scale = dispatcher, plans, mode, weight_grad_scale
-        ctx.save_for_backward(
-            gate_up_e2FH,
-            down_eHF,
-            tokens_TH if mode in ("dispatch", "full") else None,
-            weights_TK if mode == "full" else None,
-            *(tensor for chunk in kept for tensor in (chunk.rows_RH, chunk.gate_up_R2F, chunk.act_RF, chunk.weights_R)),
-        )
+        ctx.dispatcher, ctx.plans, ctx.weight_grad_scale = dispatcher, plans, weight_grad_scale
+        ctx.restore, tensors = _flattened(kept)
+        ctx.save_for_backward(gate_up_e2FH, down_eHF, tokens_TH if kept.rows_RH is None else None, *tensors)
         return out_TH
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor | None, ...]:
-        gate_up_e2FH, down_eHF, tokens_TH, weights_TK, *saved = ctx.saved_tensors
-        experts = Weights(gate_up_e2FH, down_eHF)
-        options = (experts, ctx.needs_input_grad[2:4], ctx.weight_grad_scale)
+        gate_up_e2FH, down_eHF, tokens_TH, *tensors = ctx.saved_tensors
         grad_TH = grad_TH.contiguous()  # `sum().backward()` sends an expanded scalar
         with torch.autocast(grad_TH.device.type, enabled=False):
-            if ctx.mode == "full":
-                grads = primitives.forward_backward(ctx.dispatcher, ctx.plans, grad_TH, tokens_TH, weights_TK, *options)
-            else:
-                kept = [Kept(*saved[i : i + 4]) for i in range(0, len(saved), 4)]
-                grads = primitives.backward(ctx.dispatcher, ctx.plans, kept, grad_TH, tokens_TH, weights_TK, *options)
+            grads = primitives.backward(
+                ctx.dispatcher,
+                ctx.plans,
+                ctx.restore(tensors),
+                grad_TH,
+                tokens_TH,
+                Weights(gate_up_e2FH, down_eHF),
+                ctx.needs_input_grad[2:4],
+                ctx.weight_grad_scale,
+            )
         return (*grads, None, None, None, None)
+
+
+def _flattened(kept: Kept) -> tuple[Callable[[Sequence[Any]], Kept], list[Tensor | None]]:
+    """The tensors, for autograd to hold, and how to put them back."""
+    counts = [order.groups.counts for order in kept.orders]
+    tensors: list[Tensor | None] = [kept.rows_RH, kept.gate_up_R2F, kept.act_RF]
+    for order in kept.orders:
+        tensors += [order.by_expert.copies_MJ, order.groups.ends_e, order.weights_R]
+
+    def restore(saved: Sequence[Any]) -> Kept:
+        rows_RH, gate_up_R2F, act_RF, *rest = saved
+        orders = tuple(
+            Order(RowMap(copies_NK, sum(counts_e)), Groups(counts_e, ends_e), weights_R)
+            for counts_e, copies_NK, ends_e, weights_R in zip(counts, rest[::3], rest[1::3], rest[2::3], strict=True)
+        )
+        return Kept(orders, rows_RH, gate_up_R2F, act_RF)
+
+    return restore, tensors

@@ -1,12 +1,11 @@
-"""The three primitives of ChunkedEP: ``forward``, ``backward``, and the fused ``forward_backward``.
+"""The primitives of ChunkedEP: ``forward``, and ``backward``, into which recompute is fused.
 
 Each cuts the local tokens into chunks and runs them through one pipeline. They work on plain tensors, and know nothing
 of autograd, recompute policies or optimizers; :mod:`lightning_moe.overlap.function` composes them.
 
-    forward           dispatch -> gather -> grouped GEMM -> SwiGLU x routing weight -> grouped GEMM -> reduce -> combine
-    backward          the adjoint of each step, in reverse: combine's adjoint is dispatch, reduce's is gather
-    forward_backward  backward that first rebuilds what forward did not keep: it needs neither the second grouped GEMM
-                      nor a combine, since nothing in backward reads the layer's output
+    forward    dispatch -> sort -> gather -> grouped GEMM -> SwiGLU x routing weight -> grouped GEMM -> reduce -> combine
+    backward   the adjoint of each step, in reverse: combine's adjoint is dispatch, reduce's is gather; what forward did
+               not keep is rebuilt on the way, chunk by chunk
 
 Legend: T local tokens, H hidden, F the experts' intermediate width, K experts per token, e local experts, N received
 rows, R rows sorted by expert. A chunk has its own T, N and R.
@@ -21,11 +20,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_moe.dispatch.base import Dispatcher, Plan
-from lightning_moe.ops.grouped_mm import Groups, grouped_mm, weight_gradient
-from lightning_moe.ops.rows import accumulation_dtype, gather, reduce
-from lightning_moe.ops.swiglu import swiglu, swiglu_backward
+from lightning_moe.dispatch.base import Arriving, Dispatcher, Leaving, Plan
+from lightning_moe.ops.grouped_mm import grouped_mm, grouped_mm_swiglu
+from lightning_moe.ops.routing import Order, sort_by_expert
+from lightning_moe.ops.rows import RowMap, collect, gather, reduce
+from lightning_moe.ops.swiglu import swiglu_backward
 from lightning_moe.overlap.lanes import Communication, Lanes, pipeline
+from lightning_moe.overlap.weight_gradients import WeightGradient, chunk_rows
 from lightning_moe.recompute.policy import RoutedMode
 
 
@@ -44,30 +45,20 @@ class Weights(NamedTuple):
 
 @dataclass(frozen=True)
 class Kept:
-    """What one chunk's forward leaves for its backward; ``None`` is rebuilt there.
+    """What forward leaves for backward; what is ``None`` is rebuilt there.
 
     Args:
-        rows_RH: The first grouped GEMM's input.
-        gate_up_R2F: Its output, the activation's input.
-        act_RF: The second grouped GEMM's input.
-        weights_R: The rows' routing weights.
+        orders: How each chunk's received rows are sorted by expert.
+        rows_RH: The first grouped GEMM's input, all chunks in turn.
+        gate_up_R2F: Its output, the activation's input, likewise.
+        act_RF: The second grouped GEMM's input, likewise.
 
     """
 
+    orders: tuple[Order, ...]
     rows_RH: Tensor | None = None
     gate_up_R2F: Tensor | None = None
     act_RF: Tensor | None = None
-    weights_R: Tensor | None = None
-
-    @staticmethod
-    def under(mode: RoutedMode, rows_RH: Tensor, gate_up_R2F: Tensor, act_RF: Tensor, weights_R: Tensor) -> Kept:
-        """Keep what the mode keeps."""
-        return {
-            "none": Kept(rows_RH, gate_up_R2F, act_RF, weights_R),
-            "act": Kept(rows_RH, gate_up_R2F, None, weights_R),
-            "dispatch": Kept(None, gate_up_R2F, None, weights_R),
-            "full": Kept(),
-        }[mode]
 
 
 class Gradients(NamedTuple):
@@ -95,7 +86,7 @@ def forward(
     experts: Weights,
     mode: RoutedMode = "none",
     out_TH: Tensor | None = None,
-) -> tuple[Tensor, list[Kept]]:
+) -> tuple[Tensor, Kept]:
     """The routed experts' output for the local tokens.
 
     Args:
@@ -108,44 +99,58 @@ def forward(
         out_TH: A buffer for the result; allocated where it is not given.
 
     Returns:
-        ``[T, H]``, and what each chunk keeps.
+        ``[T, H]``, and what is kept.
 
     """
     if out_TH is None:
         out_TH = torch.empty_like(tokens_TH)
-    kept: list[Kept] = []
+    orders = tuple(Order.empty(plan.num_rows, weights_TK.shape[1], plan.counts, weights_TK) for plan in plans)
+    places = chunk_rows([order.groups for order in orders])
+    num_sorted, (width, hidden) = places[-1].stop, (experts.down_eHF.shape[2], tokens_TH.shape[1])
+    all_rows_RH = tokens_TH.new_empty(num_sorted, hidden) if mode in ("none", "act") else None
+    all_gate_up_R2F = tokens_TH.new_empty(num_sorted, 2 * width) if mode != "full" else None
+    all_act_RF = tokens_TH.new_empty(num_sorted, width) if mode == "none" else None
 
-    def arrive(plan: Plan) -> tuple[Communication, list[Tensor]]:
-        return _dispatch(dispatcher, plan, [tokens_TH[plan.tokens], weights_TK[plan.tokens]])
+    def arrive(i: int) -> tuple[Communication, list[Arriving]]:
+        plan = plans[i]
+        outgoing = [tokens_TH[plan.tokens], weights_TK[plan.tokens], plan.ids_TK]
+        arriving = dispatcher.arriving(plan, outgoing)
+        return Communication(receive, (i, outgoing, arriving)), [arriving]
 
-    def work(plan: Plan, arrived: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        rows_NH, weights_NK = arrived
-        arrived.clear()  # the received rows go as soon as they are sorted
-        rows_RH, weights_R = gather(rows_NH, plan.by_expert), _weights_by_expert(weights_NK, plan)
-        del rows_NH
-        gate_up_R2F = grouped_mm(rows_RH, experts.gate_up_e2FH.mT, plan.groups)
-        act_RF = swiglu(gate_up_R2F, weights_R)
-        kept.append(Kept.under(mode, rows_RH, gate_up_R2F, act_RF, weights_R))
-        out_RH = grouped_mm(act_RF, experts.down_eHF.mT, plan.groups)
-        home_TH = out_TH[plan.tokens]
-        out_NH = dispatcher.rows_like(plan, home_TH)
-        reduce(out_RH, plan.by_expert, out_NH)
-        return [out_NH], [home_TH]
+    def receive(i: int, outgoing: list[Tensor], arriving: Arriving) -> None:
+        dispatcher.dispatch(plans[i], outgoing, arriving)
+        _, weights_NK, ids_NK = arriving.rows
+        sort_by_expert(ids_NK, weights_NK, plans[i].first_expert, orders[i])
 
-    def leave(plan: Plan, product: tuple[list[Tensor], list[Tensor]]) -> Communication:
-        return Communication(dispatcher.combine, (plan, *product))
+    def work(i: int, arrived: list[Arriving]) -> list[Tensor]:
+        order, place = orders[i], places[i]
+        num_rows = order.by_expert.num_copies
+        rows_RH = tokens_TH.new_empty(num_rows, hidden) if all_rows_RH is None else all_rows_RH[place]
+        gather(arrived.pop().rows[0], order.by_expert, rows_RH)  # what arrived goes as soon as it is sorted
+        act_RF = tokens_TH.new_empty(num_rows, width) if all_act_RF is None else all_act_RF[place]
+        gate_up_R2F = None if all_gate_up_R2F is None else all_gate_up_R2F[place]
+        grouped_mm_swiglu(rows_RH, experts.gate_up_e2FH, order.weights_R, order.groups, act_RF, gate_up_R2F)
+        out_RH = torch.empty_like(rows_RH)
+        del rows_RH
+        grouped_mm(act_RF, experts.down_eHF.mT, order.groups, out_RH)
+        return [out_RH]
 
-    pipeline(Lanes(tokens_TH.device), plans, arrive, work, leave)
-    return out_TH, kept
+    def leave(i: int, out: list[Tensor]) -> Communication:
+        homes = [out_TH[plans[i].tokens]]
+        leaving = dispatcher.leaving(plans[i], homes)
+        _fill(leaving, out.pop(), None, orders[i])
+        return Communication(dispatcher.combine, (plans[i], leaving, homes))
+
+    pipeline(Lanes(tokens_TH.device), range(len(plans)), arrive, work, leave)
+    return out_TH, Kept(orders, all_rows_RH, all_gate_up_R2F, all_act_RF)
 
 
 def backward(
     dispatcher: Dispatcher,
     plans: Sequence[Plan],
-    kept: Sequence[Kept],
+    kept: Kept,
     grad_TH: Tensor,
     tokens_TH: Tensor | None,
-    weights_TK: Tensor | None,
     experts: Weights,
     needs_weight_grad: tuple[bool, bool] = (True, True),
     weight_grad_scale: float = 1.0,
@@ -153,159 +158,121 @@ def backward(
 ) -> Gradients:
     """The gradients of :func:`forward`.
 
+    What was not kept is rebuilt, chunk by chunk: with nothing kept but the orders this is the recompute of a graph-free
+    forward fused with its backward. It needs neither the second grouped GEMM nor a combine, since nothing in backward reads
+    the layer's output. Input and output gradient of a chunk are dispatched together.
+
     Args:
         dispatcher: As in forward.
         plans: As in forward: the adjoint maps run over the same plans.
-        kept: What each chunk kept.
+        kept: What forward kept.
         grad_TH: ``[T, H]``, the gradient of the output.
         tokens_TH: The layer's input; needed where the rows were not kept.
-        weights_TK: The routing weights; needed where they were not kept.
         experts: The local experts' matrices.
         needs_weight_grad: Whether the gradients of the two matrices are wanted.
         weight_grad_scale: Factor on these two, applied before they are converted.
         grad_tokens_TH: A buffer for the input's gradient; allocated where it is not given.
 
     """
-    num_slots = plans[0].by_expert.copies_MJ.shape[1]
-    dtype = accumulation_dtype(grad_TH.dtype)
+    orders, (gate_up_e2FH, down_eHF) = kept.orders, experts
     if grad_tokens_TH is None:
         grad_tokens_TH = torch.empty_like(grad_TH)
-    grad_weights_TK = torch.empty(grad_TH.shape[0], num_slots, dtype=dtype, device=grad_TH.device)
-    grad_gate_up, grad_down = (
-        _WeightGradient(weight, len(plans), weight_grad_scale) if needed else None
-        for weight, needed in zip(experts, needs_weight_grad, strict=True)
+    num_slots = orders[0].by_expert.copies_MJ.shape[1]
+    grad_weights_TK = orders[0].weights_R.new_empty(grad_TH.shape[0], num_slots)
+    groups = [order.groups for order in orders]
+    frugal = kept.rows_RH is None
+    of_gate_up, of_down = (
+        WeightGradient(weight, groups, weight_grad_scale, inputs, frugal) if needed else None
+        for weight, inputs, needed in zip(experts, (kept.rows_RH, kept.act_RF), needs_weight_grad, strict=True)
     )
+    places = chunk_rows(groups)
 
-    def arrive(chunk: tuple[Plan, Kept]) -> tuple[Communication, list[Tensor]]:
-        plan, held = chunk
-        again = [tokens_TH if held.rows_RH is None else None, weights_TK if held.weights_R is None else None]
-        outgoing = [tensor[plan.tokens] for tensor in (grad_TH, *again) if tensor is not None]
-        return _dispatch(dispatcher, plan, outgoing)
+    def arrive(i: int) -> tuple[Communication, list[Arriving]]:
+        plan = plans[i]
+        outgoing = [grad_TH[plan.tokens]]
+        if kept.rows_RH is None:
+            assert tokens_TH is not None
+            outgoing.append(tokens_TH[plan.tokens])
+        arriving = dispatcher.arriving(plan, outgoing)
+        return Communication(dispatcher.dispatch, (plan, outgoing, arriving)), [arriving]
 
-    def work(chunk: tuple[Plan, Kept], arrived: list[Tensor]) -> _BackwardChunk:
-        plan, held = chunk
-        grad_NH, *again = arrived
-        arrived.clear()  # the received rows go as soon as they are sorted
-        rows_RH, gate_up_R2F, weights_R = _rebuild(plan, held, again, experts)
-        grad_out_RH = gather(grad_NH, plan.by_expert)
-        del grad_NH
-        grad_act_RF = grouped_mm(grad_out_RH, experts.down_eHF, plan.groups)
-        # what is rebuilt here is read once more at most, so it shares its memory with the gradient that takes its place
-        act_RF = grad_act_RF if held.act_RF is None else held.act_RF
-        grad_gate_up_R2F, grad_weights_R = swiglu_backward(
-            grad_act_RF,
-            gate_up_R2F,
-            weights_R,
-            act_RF=act_RF if held.act_RF is None else None,
-            grad_gate_up_R2F=gate_up_R2F if held.gate_up_R2F is None else None,
-        )
-        grad_rows_RH = grouped_mm(grad_gate_up_R2F, experts.gate_up_e2FH, plan.groups)
+    def work(i: int, arrived: list[Arriving]) -> _BackwardChunk:
+        order = orders[i]
+        sort, group, num_rows = order.by_expert, order.groups, order.by_expert.num_copies
+        received = list(arrived.pop().rows)
+        grad_gate_up_R2F, rows_RH = _operands(of_gate_up, i)
+        grad_out_RH, act_RF = _operands(of_down, i)
 
-        home_TH, home_TK = grad_tokens_TH[plan.tokens], grad_weights_TK[plan.tokens]
-        grad_rows_NH = dispatcher.rows_like(plan, home_TH)
-        reduce(grad_rows_RH, plan.by_expert, grad_rows_NH)
-        grad_weights_NK = dispatcher.rows_like(plan, home_TK)
-        grad_weights_NK.zero_().view(-1).index_copy_(0, plan.slots_R.long(), grad_weights_R)
-        return _BackwardChunk(
-            [grad_rows_NH, grad_weights_NK], [home_TH, home_TK], (grad_gate_up_R2F, rows_RH), (grad_out_RH, act_RF)
-        )
+        if kept.rows_RH is None:
+            rows_RH = grad_TH.new_empty(num_rows, grad_TH.shape[1]) if rows_RH is None else rows_RH
+            gather(received.pop(), sort, rows_RH)
+        else:
+            rows_RH = kept.rows_RH[places[i]]
+        grad_out_RH = grad_TH.new_empty(num_rows, grad_TH.shape[1]) if grad_out_RH is None else grad_out_RH
+        gather(received.pop(), sort, grad_out_RH)
+        del received
+        if kept.gate_up_R2F is None:
+            gate_up_R2F = grad_TH.new_empty(num_rows, gate_up_e2FH.shape[1])
+            grouped_mm(rows_RH, gate_up_e2FH.mT, group, gate_up_R2F)
+        else:
+            gate_up_R2F = kept.gate_up_R2F[places[i]]
 
-    def leave(chunk: tuple[Plan, Kept], product: _BackwardChunk) -> Communication:
-        return Communication(dispatcher.combine, (chunk[0], product.rows, product.homes))
+        grad_act_RF = grad_TH.new_empty(num_rows, down_eHF.shape[2])
+        grouped_mm(grad_out_RH, down_eHF, group, grad_act_RF)
+        # what is rebuilt here is read once more at most, so it may share its memory with the gradient that takes its place
+        if grad_gate_up_R2F is None:
+            grad_gate_up_R2F = gate_up_R2F if kept.gate_up_R2F is None else torch.empty_like(gate_up_R2F)
+        if kept.act_RF is None:
+            act_RF = grad_act_RF if act_RF is None else act_RF
+            rebuilt_RF = act_RF
+        else:
+            act_RF, rebuilt_RF = kept.act_RF[places[i]], None
+        grad_weights_R = swiglu_backward(grad_act_RF, gate_up_R2F, order.weights_R, grad_gate_up_R2F, rebuilt_RF)
+        del gate_up_R2F, grad_act_RF
+        grad_rows_RH = torch.empty_like(rows_RH)
+        grouped_mm(grad_gate_up_R2F, gate_up_e2FH, group, grad_rows_RH)
+        return _BackwardChunk([grad_rows_RH], grad_weights_R, (grad_gate_up_R2F, rows_RH), (grad_out_RH, act_RF))
 
-    def finish(chunk: tuple[Plan, Kept], product: _BackwardChunk) -> None:
-        if grad_gate_up is not None:
-            grad_gate_up.add(*product.gate_up_operands, chunk[0].groups)
-        if grad_down is not None:
-            grad_down.add(*product.down_operands, chunk[0].groups)
+    def leave(i: int, product: _BackwardChunk) -> Communication:
+        plan = plans[i]
+        homes = [grad_tokens_TH[plan.tokens], grad_weights_TK[plan.tokens]]
+        leaving = dispatcher.leaving(plan, homes)
+        _fill(leaving, product.grad_rows.pop(), product.grad_weights_R, orders[i])
+        return Communication(dispatcher.combine, (plan, leaving, homes))
 
-    pipeline(Lanes(grad_TH.device), list(zip(plans, kept, strict=True)), arrive, work, leave, finish)
+    def finish(i: int, product: _BackwardChunk) -> None:
+        if of_gate_up is not None:
+            of_gate_up.add(i, *product.gate_up_operands)
+        if of_down is not None:
+            of_down.add(i, *product.down_operands)
+
+    pipeline(Lanes(grad_TH.device), range(len(plans)), arrive, work, leave, finish)
     return Gradients(
         grad_tokens_TH,
         grad_weights_TK,
-        None if grad_gate_up is None else grad_gate_up.sum_eMN,
-        None if grad_down is None else grad_down.sum_eMN,
-    )
-
-
-def forward_backward(
-    dispatcher: Dispatcher,
-    plans: Sequence[Plan],
-    grad_TH: Tensor,
-    tokens_TH: Tensor,
-    weights_TK: Tensor,
-    experts: Weights,
-    needs_weight_grad: tuple[bool, bool] = (True, True),
-    weight_grad_scale: float = 1.0,
-    grad_tokens_TH: Tensor | None = None,
-) -> Gradients:
-    """The recompute of a graph-free :func:`forward`, fused with its :func:`backward`: nothing was kept.
-
-    The arguments are those of :func:`backward`. Input and output gradient of a chunk are dispatched together.
-    """
-    nothing = [Kept()] * len(plans)
-    return backward(
-        dispatcher,
-        plans,
-        nothing,
-        grad_TH,
-        tokens_TH,
-        weights_TK,
-        experts,
-        needs_weight_grad,
-        weight_grad_scale,
-        grad_tokens_TH,
+        None if of_gate_up is None else of_gate_up.result_eMN,
+        None if of_down is None else of_down.result_eMN,
     )
 
 
 class _BackwardChunk(NamedTuple):
-    """What one chunk's backward hands on: to combine, and to the weight gradients, which nobody waits for."""
+    """What one chunk's backward hands on: to what leaves, and to the weight gradients, which nobody waits for."""
 
-    rows: list[Tensor]
-    homes: list[Tensor]
+    grad_rows: list[Tensor]
+    grad_weights_R: Tensor
     gate_up_operands: tuple[Tensor, Tensor]
     down_operands: tuple[Tensor, Tensor]
 
 
-class _WeightGradient:
-    """One matrix's gradient, summed over chunks in float32 (float64) and rounded once, with the last chunk."""
-
-    def __init__(self, weight_eMN: Tensor, num_chunks: int, scale: float) -> None:
-        self.sum_eMN: Tensor | None = None
-        self._weight, self._left, self._scale = weight_eMN, num_chunks, scale
-
-    def add(self, grad_RM: Tensor, rows_RN: Tensor, groups: Groups) -> None:
-        self._left -= 1
-        last = self._left == 0
-        dtype = self._weight.dtype if last else accumulation_dtype(self._weight.dtype)
-        out_eMN = self.sum_eMN
-        if out_eMN is None or out_eMN.dtype != dtype:
-            out_eMN = torch.empty(self._weight.shape, dtype=dtype, device=self._weight.device)
-        weight_gradient(out_eMN, grad_RM, rows_RN, groups, self.sum_eMN, self._scale if last else 1.0)
-        self.sum_eMN = out_eMN
+def _fill(leaving: Leaving, rows_RH: Tensor, weights_R: Tensor | None, order: Order) -> None:
+    """Sum the sorted rows of each received one, and bring its weights' numbers together, where the rows leave from."""
+    copies_NK, num_sorted = order.by_expert.copies_MJ, order.by_expert.num_copies
+    for place in leaving.places:
+        part = RowMap(copies_NK[place.rows], num_sorted)
+        reduce(rows_RH, part, place.out[0], place.num_summed)
+        if weights_R is not None:
+            collect(weights_R, part, place.out[1], place.num_summed)
 
 
-def _rebuild(plan: Plan, kept: Kept, again: list[Tensor], experts: Weights) -> tuple[Tensor, Tensor, Tensor]:
-    """What backward reads: kept, or computed again, as forward did, from what was dispatched again.
-
-    The activation is not among it: it falls out of its own backward.
-    """
-    rows_RH, gate_up_R2F, weights_R = kept.rows_RH, kept.gate_up_R2F, kept.weights_R
-    if rows_RH is None:
-        rows_RH = gather(again.pop(0), plan.by_expert)
-    if weights_R is None:
-        weights_R = _weights_by_expert(again.pop(0), plan)
-    if gate_up_R2F is None:
-        gate_up_R2F = grouped_mm(rows_RH, experts.gate_up_e2FH.mT, plan.groups)
-    return rows_RH, gate_up_R2F, weights_R
-
-
-def _weights_by_expert(weights_NK: Tensor, plan: Plan) -> Tensor:
-    """The routing weight of each row sorted by expert, ``[R]``."""
-    return weights_NK.reshape(-1).index_select(0, plan.slots_R)
-
-
-def _dispatch(dispatcher: Dispatcher, plan: Plan, tokens: list[Tensor]) -> tuple[Communication, list[Tensor]]:
-    """The dispatch of several tensors of one chunk, and the rows that it will fill."""
-    rows = [dispatcher.rows_like(plan, tokens_TX) for tokens_TX in tokens]
-    return Communication(dispatcher.dispatch, (plan, tokens, rows)), rows
+def _operands(gradient: WeightGradient | None, chunk: int) -> tuple[Tensor | None, Tensor | None]:
+    return (None, None) if gradient is None else gradient.operands(chunk)

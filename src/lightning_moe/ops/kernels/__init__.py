@@ -11,17 +11,12 @@ import importlib.util
 import torch
 from torch import Tensor
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int32)
 
 
-def serve(*rows: Tensor) -> bool:
-    """Whether the kernels take these tensors: on a GPU, not empty, no wider than float32, elements of a row together."""
-    return all(x.is_cuda and x.numel() > 0 and x.dtype in DTYPES and x.stride(-1) == 1 for x in rows) and have_triton()
-
-
-def have(keys: Tensor) -> bool:
-    """Whether the kernels that sort keys take this tensor."""
-    return keys.is_cuda and keys.numel() > 0 and keys.dtype == torch.int32 and have_triton()
+def serve(rows: Tensor) -> bool:
+    """Whether the kernels take rows like these: on a GPU, no wider than float32, elements of a row side by side."""
+    return rows.is_cuda and rows.dtype in DTYPES and rows.stride(-1) == 1 and have_triton()
 
 
 @functools.cache

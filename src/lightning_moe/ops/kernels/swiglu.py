@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_moe.ops.kernels.launch import blocks, launch, power_of_2
+
 BLOCK_F = 256  # at most; widths are multiples of it in practice, and a power of two near the width itself is not
 TILE = 1024  # elements that a program holds at a time
 
@@ -23,9 +25,13 @@ def swiglu_rows(gate_up_R2F: Tensor, weights_R: Tensor, act_RF: Tensor) -> None:
 
     """
     num_rows, width = act_RF.shape
-    block_r, block_f = _blocks(num_rows, width)
-    _forward_kernel[(triton.cdiv(num_rows, block_r), triton.cdiv(width, block_f))](
-        gate_up_R2F, weights_R, act_RF, num_rows, WIDTH=width, BLOCK_R=block_r, BLOCK_F=block_f
+    block_r, block_f = _blocks(width)
+    launch(
+        _forward_kernel,
+        (blocks(num_rows, block_r), blocks(width, block_f)),
+        (gate_up_R2F, weights_R, act_RF),
+        (num_rows,),
+        (width, block_r, block_f),
     )
 
 
@@ -49,27 +55,22 @@ def swiglu_backward_rows(
 
     """
     num_rows, width = grad_RF.shape
-    block_r, block_f = _blocks(num_rows, width)
-    _backward_kernel[(triton.cdiv(num_rows, block_r),)](
-        grad_RF,
-        gate_up_R2F,
-        weights_R,
-        grad_gate_up_R2F,
-        grad_weights_R,
-        act_RF,
-        num_rows,
-        WIDTH=width,
-        BLOCK_R=block_r,
-        BLOCK_F=block_f,
+    block_r, block_f = _blocks(width)
+    launch(
+        _backward_kernel,
+        (blocks(num_rows, block_r),),
+        (grad_RF, gate_up_R2F, weights_R, grad_gate_up_R2F, grad_weights_R, act_RF),
+        (num_rows,),
+        (width, block_r, block_f),
     )
 
 
-def _blocks(num_rows: int, width: int) -> tuple[int, int]:
-    block_f = min(triton.next_power_of_2(width), BLOCK_F)
-    return min(triton.next_power_of_2(num_rows), TILE // block_f), block_f
+def _blocks(width: int) -> tuple[int, int]:
+    block_f = min(power_of_2(width), BLOCK_F)
+    return TILE // block_f, block_f
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _forward_kernel(
     gate_up_ptr, weights_ptr, act_ptr, num_rows, WIDTH: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr
 ):
@@ -84,7 +85,7 @@ def _forward_kernel(
     tl.store(act_ptr + r.to(tl.int64) * WIDTH + f, act.to(act_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _backward_kernel(
     grad_ptr,
     gate_up_ptr,

@@ -8,18 +8,17 @@ matrix.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
+
+from lightning_moe.ops.kernels.descriptors import MANY, is_hopper, num_multiprocessors, tiles, tiles_of_experts
+from lightning_moe.ops.kernels.launch import blocks, launch, power_of_2
 
 BLOCK_M, BLOCK_N, BLOCK_R = 128, 256, 64
 GROUP = 16  # so many neighbouring blocks of M run together, and share the rows in the L2 cache
 MIN_ROUNDS = 64  # tiles of a program that its schedule has room for; a power of two, rarely exceeded
-MANY = tl.constexpr(1 << 30)  # more rows than any tensor has
 
 
 def serves(out_eMN: Tensor, grad_RM: Tensor, rows_RN: Tensor, total_eMN: Tensor | None) -> bool:
@@ -28,7 +27,7 @@ def serves(out_eMN: Tensor, grad_RM: Tensor, rows_RN: Tensor, total_eMN: Tensor 
         grad_RM.dtype == rows_RN.dtype != torch.float32
         and all(x.is_contiguous() and x.shape[-1] % 16 == 0 for x in (out_eMN, grad_RM, rows_RN))
         and (total_eMN is None or (total_eMN.is_contiguous() and total_eMN.dtype == torch.float32))
-        and _is_hopper(out_eMN.device)
+        and is_hopper(out_eMN.device)
     )
 
 
@@ -48,28 +47,33 @@ def weight_gradient_of_experts(
     """
     num_experts, width_m, width_n = out_eMN.shape
     add_in_place = total_eMN is not None and total_eMN.data_ptr() == out_eMN.data_ptr() and scale == 1.0
-    num_tiles = num_experts * triton.cdiv(width_m, BLOCK_M) * triton.cdiv(width_n, BLOCK_N)
-    num_programs = min(num_tiles, _num_multiprocessors(out_eMN.device))
+    num_tiles = num_experts * blocks(width_m, BLOCK_M) * blocks(width_n, BLOCK_N)
+    num_programs = min(num_tiles, num_multiprocessors(out_eMN.device))
     parts, num_stages = _shared_memory(total_eMN is not None and not add_in_place)
-    _weight_gradient_kernel[(num_programs,)](
-        TensorDescriptor(out_eMN, list(out_eMN.shape), list(out_eMN.stride()), [1, BLOCK_M, BLOCK_N // parts]),
-        _rows_of_experts(grad_RM, BLOCK_M),
-        _rows_of_experts(rows_RN, BLOCK_N),
-        ends_Ce,
-        None if add_in_place else total_eMN,
-        scale,
-        num_experts,
-        width_m,
-        width_n,
-        CHUNKS=ends_Ce.shape[0] // num_experts,
-        EXPERTS=triton.next_power_of_2(num_experts),
-        ROUNDS=max(triton.next_power_of_2(triton.cdiv(num_tiles, num_programs)), MIN_ROUNDS),
-        ADD_IN_PLACE=add_in_place,
-        BLOCK_M=BLOCK_M,
-        BLOCK_N=BLOCK_N,
-        BLOCK_R=BLOCK_R,
-        GROUP=GROUP,
-        PARTS=parts,
+    launch(
+        _weight_gradient_kernel,
+        (num_programs,),
+        (
+            tiles(out_eMN, [1, BLOCK_M, BLOCK_N // parts]),
+            tiles_of_experts(grad_RM, [BLOCK_R, BLOCK_M]),
+            tiles_of_experts(rows_RN, [BLOCK_R, BLOCK_N]),
+            ends_Ce,
+            None if add_in_place else total_eMN,
+        ),
+        (scale, num_experts),
+        (
+            width_m,
+            width_n,
+            ends_Ce.shape[0] // num_experts,
+            power_of_2(num_experts),
+            max(power_of_2(blocks(num_tiles, num_programs)), MIN_ROUNDS),
+            add_in_place,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_R,
+            GROUP,
+            parts,
+        ),
         num_warps=8,
         num_stages=num_stages,
     )
@@ -84,19 +88,6 @@ def _shared_memory(reads_total: bool) -> tuple[int, int]:
     return (4, 3) if reads_total else (4, 4)
 
 
-def _rows_of_experts(rows_RX: Tensor, width: int) -> TensorDescriptor:
-    """A descriptor whose bounds check ends at an expert's last row instead of the tensor's: :func:`_load_rows` uses it.
-
-    An expert's ``n`` rows end at row ``end``. The two leading dimensions only move the origin. At index ``MANY`` of the
-    first and ``end`` of the second, and with strides that wrap around in 64 bits, index ``MANY - n + i`` of the third is
-    row ``end - n + i`` of the tensor, and it is out of bounds, thus read as zero, exactly if ``i >= n``.
-    """
-    stride = rows_RX.stride(0)
-    wrap = (1 << 64) // MANY.value  # MANY * wrap elements are no distance at all
-    shape = [MANY.value + 1, MANY.value, MANY.value, rows_RX.shape[1]]
-    return TensorDescriptor(rows_RX, shape, [wrap - stride, stride, stride, 1], [1, 1, BLOCK_R, width])
-
-
 @triton.jit
 def _load_rows(rows, end, size, row, column, BLOCK_R: tl.constexpr, WIDTH: tl.constexpr):
     """Rows ``row`` and following of an expert's, ``[BLOCK_R, WIDTH]``; zero after its last."""
@@ -104,10 +95,19 @@ def _load_rows(rows, end, size, row, column, BLOCK_R: tl.constexpr, WIDTH: tl.co
 
 
 @triton.jit
-def _load_total(total_ptr, expert, m, n, width_m, width_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def _load_total(
+    total_ptr,
+    expert,
+    m,
+    n,
+    WIDTH_M: tl.constexpr,
+    WIDTH_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     ms, ns = m + tl.arange(0, BLOCK_M)[:, None], n + tl.arange(0, BLOCK_N)[None, :]
-    line = expert.to(tl.int64) * width_m + ms
-    return tl.load(total_ptr + line * width_n + ns, mask=(ms < width_m) & (ns < width_n), other=0.0)
+    line = expert.to(tl.int64) * WIDTH_M + ms
+    return tl.load(total_ptr + line * WIDTH_N + ns, mask=(ms < WIDTH_M) & (ns < WIDTH_N), other=0.0)
 
 
 @triton.jit
@@ -129,7 +129,7 @@ def _columns(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexp
     return parts
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_experts"])
 def _weight_gradient_kernel(
     out,
     grad,
@@ -138,8 +138,8 @@ def _weight_gradient_kernel(
     total_ptr,
     scale,
     num_experts,
-    width_m,
-    width_n,
+    WIDTH_M: tl.constexpr,
+    WIDTH_N: tl.constexpr,
     CHUNKS: tl.constexpr,
     EXPERTS: tl.constexpr,
     ROUNDS: tl.constexpr,
@@ -157,7 +157,7 @@ def _weight_gradient_kernel(
     finish at about the same time, however uneven the experts are.
     """
     program, num_programs = tl.program_id(0), tl.num_programs(0)
-    blocks_m, blocks_n = tl.cdiv(width_m, BLOCK_M), tl.cdiv(width_n, BLOCK_N)
+    blocks_m, blocks_n = tl.cdiv(WIDTH_M, BLOCK_M), tl.cdiv(WIDTH_N, BLOCK_N)
     tiles_of_expert = blocks_m * blocks_n
 
     experts = tl.arange(0, EXPERTS)
@@ -215,7 +215,7 @@ def _weight_gradient_kernel(
                     out.atomic_add([expert, m, column], part.reshape(1, BLOCK_M, WIDTH))
                 else:
                     if total_ptr is not None:
-                        part += _load_total(total_ptr, expert, m, column, width_m, width_n, BLOCK_M, WIDTH)
+                        part += _load_total(total_ptr, expert, m, column, WIDTH_M, WIDTH_N, BLOCK_M, WIDTH)
                     out.store([expert, m, column], (part * scale).to(out.dtype).reshape(1, BLOCK_M, WIDTH))
             tile = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
 
@@ -224,12 +224,3 @@ def _weight_gradient_kernel(
 def _turn(round, program, num_programs):
     """A program's place in a round of tiles: forth in even rounds, back in odd ones."""
     return tl.where(round % 2 == 0, program, num_programs - 1 - program)
-
-
-def _is_hopper(device: torch.device) -> bool:
-    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
-
-
-@functools.cache
-def _num_multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
