@@ -131,7 +131,7 @@ def test_routing_weights_stay_in_float32_beside_bf16_experts(autocast):
         out_TH = layer.experts(tokens_TH, weights_TK, ids_TK)
     matrices = [p.detach().bfloat16() for p in (layer.experts.gate_up_proj, layer.experts.down_proj)]
     dispatcher = LocalDispatcher()
-    plans = dispatcher.plan(ids_TK, NUM_EXPERTS, 1)
+    plans = dispatcher.plan(ids_TK, weights_TK, NUM_EXPERTS, 1)
     assert out_TH.dtype == torch.bfloat16
     assert torch.equal(out_TH, chunked_experts(tokens_TH.bfloat16(), weights_TK, *matrices, dispatcher, plans, "none"))
     assert layer.experts(tokens_TH, weights_TK, ids_TK).dtype == layer.experts.down_proj.dtype

@@ -20,7 +20,9 @@ def leaves(case, frozen=()):
 
 def layer(inputs, ids_TK, mode: str, num_chunks: int = 3, scale: float = 1.0):
     dispatcher = LocalDispatcher()
-    return chunked_experts(*inputs, dispatcher, dispatcher.plan(ids_TK, NUM_EXPERTS, num_chunks), mode, scale)
+    return chunked_experts(
+        *inputs, dispatcher, dispatcher.plan(ids_TK, inputs[1].detach(), NUM_EXPERTS, num_chunks), mode, scale
+    )
 
 
 def assert_same_gradients(inputs, expected, scale: float = 1.0) -> None:

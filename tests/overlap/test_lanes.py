@@ -136,7 +136,7 @@ def recorded_exchanges(sizes: list[int], num_chunks: int) -> dict[str, list]:
     mine = slice(rank * NUM_EXPERTS // len(sizes), (rank + 1) * NUM_EXPERTS // len(sizes))
     experts = Weights(case.gate_up_E2FH[mine], case.down_EHF[mine])
     recorder = Recorder(select_dispatcher("auto", dist.group.WORLD, torch.device("cpu")).dispatcher)
-    plans = recorder.plan(case.ids_TK, NUM_EXPERTS, num_chunks)
+    plans = recorder.plan(case.ids_TK, case.weights_TK, NUM_EXPERTS, num_chunks)
     inputs, found = (case.tokens_TH, case.weights_TK), {}
     for mode in ("none", "dispatch", "full"):
         _, kept = primitives.forward(recorder, plans, *inputs, experts, mode)
@@ -154,7 +154,7 @@ def test_ranks_exchange_in_one_order_whatever_their_tokens():
 
     def order(arriving: list[int], leaving: list[int]) -> list:
         arrive, leave = ("dispatch", arriving), ("combine", leaving)
-        return [arrive, *[arrive, leave] * 4, leave]  # three chunks of the peers' rows between two of the own ones
+        return [arrive, arrive, leave, arrive, leave, leave]  # three chunks travel, between two that stay
 
     expected = {
         **{f"forward {mode}": order([hidden, top_k, top_k], [hidden]) for mode in ("none", "dispatch", "full")},

@@ -38,7 +38,7 @@ def call(dispatcher, case: Case, rank: int, num_chunks: int, mode: str, buffers=
     num_local = NUM_EXPERTS // dispatcher.size
     mine = slice(rank * num_local, (rank + 1) * num_local)
     experts = Weights(case.gate_up_E2FH[mine], case.down_EHF[mine])
-    plans = dispatcher.plan(case.ids_TK, NUM_EXPERTS, num_chunks)
+    plans = dispatcher.plan(case.ids_TK, case.weights_TK, NUM_EXPERTS, num_chunks)
     inputs = (case.tokens_TH, case.weights_TK)
     out_TH, kept = primitives.forward(dispatcher, plans, *inputs, experts, mode, buffers[0])
     options = {"weight_grad_scale": SCALE, "grad_tokens_TH": buffers[1]}
@@ -144,7 +144,7 @@ def test_the_callers_buffers_are_written_across_ranks():
 def test_a_weight_gradient_that_is_not_asked_for_is_none(mode, needed):
     case = make_case(0, 7)
     dispatcher = LocalDispatcher()
-    plans = dispatcher.plan(case.ids_TK, NUM_EXPERTS, 2)
+    plans = dispatcher.plan(case.ids_TK, case.weights_TK, NUM_EXPERTS, 2)
     inputs, experts = (case.tokens_TH, case.weights_TK), Weights(case.gate_up_E2FH, case.down_EHF)
     _, kept = primitives.forward(dispatcher, plans, *inputs, experts, mode)
     grads = primitives.backward(dispatcher, plans, kept, case.grad_TH, case.tokens_TH, experts, needed)
@@ -164,7 +164,7 @@ def test_bf16_weight_gradients_are_rounded_once_whatever_the_chunks(num_chunks):
     _, grads, kept, plans = call(dispatcher, case, 0, num_chunks, "none")
     exact = {"gate_up": torch.zeros_like(case.gate_up_E2FH.double()), "down": torch.zeros_like(case.down_EHF.double())}
     size = {name: torch.zeros_like(total) for name, total in exact.items()}
-    places = chunk_rows([order.groups for order in kept.orders])
+    places = chunk_rows(order.groups.num_rows for order in kept.orders)
     for plan, order, place in zip(plans, kept.orders, places, strict=True):
         grad_out_RH = torch.empty_like(kept.rows_RH[place])
         gather(case.grad_TH[plan.tokens], order.by_expert, grad_out_RH)

@@ -139,7 +139,7 @@ class _Setup:
         ids_TK = self.local_ids_TK if floor else self.ids_TK
         num_experts = self.gate_up.shape[0] if floor else self.shape.experts
         with torch.set_grad_enabled(case.direction == "both"):
-            plans = dispatcher.plan(ids_TK, num_experts, case.chunks)
+            plans = dispatcher.plan(ids_TK, self.weights_TK.detach(), num_experts, case.chunks)
             tensors = (self.tokens_TH, self.weights_TK, self.gate_up, self.down)
             out_TH = chunked_experts(*tensors, dispatcher, plans, case.mode)  # type: ignore[arg-type]
             if case.direction == "both":

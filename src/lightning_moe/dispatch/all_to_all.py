@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_moe.dispatch.base import Arriving, HostCopy, Leaving, Place, Plan
+from lightning_moe.dispatch.base import Arriving, Leaving, Place, Plan
 from lightning_moe.dispatch.bundle import columns, empty, row_bytes
-from lightning_moe.dispatch.local import Places, Rows
-from lightning_moe.dispatch.schedule import Chunk, schedule
+from lightning_moe.dispatch.local import Places, Rows, order_of_own
+from lightning_moe.dispatch.schedule import schedule
 from lightning_moe.dispatch.transport import COMBINE, DISPATCH, Traffic, Transport
 from lightning_moe.ops.routing import chunk_slices, count_needs, place_copies
 from lightning_moe.ops.rows import RowMap, gather, reduce
@@ -36,20 +35,45 @@ class AllToAllDispatcher:
         self.size = group.size()
         self.rank = group.rank()
         self.transport = transport
-        self._peers = [peer for peer in range(self.size) if peer != self.rank]
-        self._heard_at = [[*self._peers, self.rank].index(rank) for rank in range(self.size)]
 
-    def plan(self, ids_TK: Tensor, num_experts: int, num_chunks: int) -> list[Plan]:
+    def plan(self, ids_TK: Tensor, weights_TK: Tensor, num_experts: int, num_chunks: int) -> list[Plan]:
         chunks, num_units, num_travels = schedule(num_chunks, self.size)
-        heard = HostCopy(self._tell(count_needs(ids_TK, num_experts, self.size, num_units)))
-        # the device does this while the host waits
-        copies_TJ = place_copies(ids_TK, num_experts, self.size, self.rank, num_travels)
+        num_local, num_tokens = num_experts // self.size, ids_TK.shape[0]
+        experts = range(self.rank * num_local, (self.rank + 1) * num_local)
+        units = chunk_slices(num_tokens, num_units)
+        tokens_of = [slice(units[chunk.units.start].start, units[chunk.units.stop - 1].stop) for chunk in chunks]
+        heard = self.transport.tell(count_needs(ids_TK, num_experts, self.size, num_units))
+        # the device does all this while the host waits
         ids_TK = ids_TK.int()
-        counts_PUX = heard.wait()[self._heard_at]
-        return [self._plan(chunk, chunks[:i], counts_PUX, ids_TK, copies_TJ) for i, chunk in enumerate(chunks)]
+        orders = [
+            order_of_own(ids_TK[tokens], weights_TK[tokens], experts) if not chunk.peers else None
+            for chunk, tokens in zip(chunks, tokens_of, strict=True)
+        ]
+        copies_TJ = place_copies(ids_TK, num_experts, self.size, self.rank, num_travels)
+        counts_PU2P = heard.wait()
+        plans: list[Plan] = []
+        num_written = 0  # so many tokens get the first part of their sum from own rows, the others from the peers' rows
+        for chunk, tokens, order in zip(chunks, tokens_of, orders, strict=True):
+            counts_P2P = [_summed(counts_U2P[chunk.units]) for counts_U2P in counts_PU2P]
+            slots_P = [slots[self.rank] for _, slots in counts_P2P]
+            num_tokens, num_summed, route = tokens.stop - tokens.start, 0, None
+            num_rows, num_sorted = (num_tokens, slots_P[self.rank]) if chunk.own else (0, 0)
+            if chunk.peers:
+                traffic = _peers([tokens_P for tokens_P, _ in counts_P2P])
+                num_received = sum(row[self.rank] for row in traffic)
+                route = _Route(RowMap(copies_TJ[tokens], sum(traffic[self.rank])), traffic, num_received)
+                num_rows, num_sorted = num_rows + num_received, num_sorted + sum(slots_P) - slots_P[self.rank]
+                num_summed = min(max(num_written - tokens.start, 0), num_tokens)
+            elif any(plan.route for plan in plans):
+                num_summed = num_tokens
+            else:
+                num_written = tokens.stop
+            order = order.cut(num_sorted) if order is not None else None
+            plans.append(Plan(tokens, ids_TK[tokens], num_rows, experts, num_sorted, num_summed, order, route))
+        return plans
 
     def arriving(self, plan: Plan, tokens: Sequence[Tensor]) -> Arriving:
-        if plan.route.peers is None:
+        if plan.route is None:
             return Rows(tokens)
         inbox_NW = empty(plan.num_rows, row_bytes(tokens), tokens[0].device)
         return _Arriving(columns(inbox_NW, tokens), inbox_NW)
@@ -57,106 +81,49 @@ class AllToAllDispatcher:
     def dispatch(self, plan: Plan, tokens: Sequence[Tensor], arriving: Arriving) -> None:
         if not isinstance(arriving, _Arriving):
             return
-        peers, inbox_NW = plan.route.peers, arriving.inbox_NW
-        outbox = self.transport.outbox(DISPATCH, peers.traffic, inbox_NW)
+        route, inbox_NW = plan.route, arriving.inbox_NW
+        outbox = self.transport.outbox(DISPATCH, route.traffic, inbox_NW)
         for tokens_TX, sent_SX in zip(tokens, columns(outbox, tokens), strict=True):
-            gather(tokens_TX, peers.copies, sent_SX)
-        self.transport.exchange(DISPATCH, peers.traffic, outbox, inbox_NW[: peers.num_received])
-        if plan.route.own is not None:
+            gather(tokens_TX, route.copies, sent_SX)
+        self.transport.exchange(DISPATCH, route.traffic, outbox, inbox_NW[: route.num_received])
+        if plan.num_rows > route.num_received:
             for tokens_TX, rows_NX in zip(tokens, arriving.rows, strict=True):
-                rows_NX[peers.num_received :] = tokens_TX
+                rows_NX[route.num_received :] = tokens_TX
 
     def leaving(self, plan: Plan, tokens: Sequence[Tensor]) -> Leaving:
-        peers, own = plan.route
-        num_received = 0 if peers is None else peers.num_received
-        places = [] if own is None else [Place(slice(num_received, plan.num_rows), tokens, own.num_summed)]
-        if peers is None:
-            return Places(places)
-        inbox_SW = empty(peers.copies.num_copies, row_bytes(tokens), tokens[0].device)
-        outbox = self.transport.outbox(COMBINE, _transposed(peers.traffic), inbox_SW)
-        return _Leaving([Place(slice(0, num_received), columns(outbox, tokens), 0), *places], outbox, inbox_SW)
+        route = plan.route
+        if route is None:
+            return Places([Place(slice(0, plan.num_rows), tokens, plan.num_summed)])
+        inbox_SW = empty(route.copies.num_copies, row_bytes(tokens), tokens[0].device)
+        outbox = self.transport.outbox(COMBINE, _transposed(route.traffic), inbox_SW)
+        places = [Place(slice(0, route.num_received), columns(outbox, tokens), 0)]
+        if plan.num_rows > route.num_received:
+            places.append(Place(slice(route.num_received, plan.num_rows), tokens, plan.num_summed))
+        return _Leaving(places, outbox, inbox_SW)
 
     def combine(self, plan: Plan, leaving: Leaving, tokens: Sequence[Tensor]) -> None:
         if not isinstance(leaving, _Leaving):
             return
-        peers = plan.route.peers
-        self.transport.exchange(COMBINE, _transposed(peers.traffic), leaving.outbox, leaving.inbox_SW)
+        route = plan.route
+        self.transport.exchange(COMBINE, _transposed(route.traffic), leaving.outbox, leaving.inbox_SW)
+        num_summed = tokens[0].shape[0] if plan.num_rows > route.num_received else plan.num_summed
         for copies_SX, tokens_TX in zip(columns(leaving.inbox_SW, tokens), tokens, strict=True):
-            reduce(copies_SX, peers.copies, tokens_TX, peers.num_summed)
-
-    def _tell(self, counts_UX: Tensor) -> Tensor:
-        """Tell every rank: int32 ``[P, U, X]``, the counts of the peers in order, then the own ones."""
-        told = counts_UX.view(1, -1).view(torch.uint8)
-        traffic = tuple(tuple(int(i != j) for j in range(self.size)) for i in range(self.size))
-        heard = empty(self.size, told.shape[1], told.device)
-        outbox = self.transport.outbox(DISPATCH, traffic, heard)
-        outbox.copy_(told.expand_as(outbox))
-        heard[-1:] = told
-        self.transport.exchange(DISPATCH, traffic, outbox, heard[:-1])
-        return heard.view(torch.int32).view(self.size, *counts_UX.shape)
-
-    def _plan(
-        self, chunk: Chunk, before: Sequence[Chunk], counts_PUX: Tensor, ids_TK: Tensor, copies_TJ: Tensor
-    ) -> Plan:
-        """One chunk's plan; counts are those of each rank's units: tokens for each rank, then slots of each expert."""
-        num_units, num_local = counts_PUX.shape[1], (counts_PUX.shape[2] - self.size) // self.size
-        units = chunk_slices(ids_TK.shape[0], num_units)
-        tokens = slice(units[chunk.units.start].start, units[chunk.units.stop - 1].stop)
-        num_tokens = tokens.stop - tokens.start
-        # the own rows that were worked on before hold a part of their tokens' sums
-        summed = max((units[c.units.stop - 1].stop for c in before if c.own), default=0)
-        counts_PX = counts_PUX[:, chunk.units].sum(1)
-        first_expert = self.rank * num_local
-        mine = slice(self.size + first_expert, self.size + first_expert + num_local)
-        counts_e, num_rows, peers, own = torch.zeros(num_local, dtype=counts_PX.dtype), 0, None, None
-        if chunk.peers:
-            sent_PP = counts_PX[:, : self.size].fill_diagonal_(0)
-            traffic = tuple(map(tuple, sent_PP.tolist()))
-            num_rows += sum(row[self.rank] for row in traffic)
-            counts_e += counts_PX[self._peers, mine].sum(0)
-            copies = RowMap(copies_TJ[tokens], sum(traffic[self.rank]))
-            num_summed = num_tokens if chunk.own else min(max(summed - tokens.start, 0), num_tokens)
-            peers = _Peers(copies, traffic, num_rows, num_summed)
-        if chunk.own:
-            num_rows += num_tokens
-            counts_e += counts_PX[self.rank, mine]
-            own = _Own(num_tokens if any(c.peers for c in before) else 0)
-        return Plan(tokens, ids_TK[tokens], num_rows, first_expert, tuple(counts_e.tolist()), _Route(peers, own))
+            reduce(copies_SX, route.copies, tokens_TX, num_summed)
 
 
-class _Peers(NamedTuple):
-    """The rows of a chunk that travel.
+class _Route(NamedTuple):
+    """The rows of a chunk that travel; where it also takes own ones, those come after the peers', one for each token.
 
     Args:
         copies: Map from the chunk's T tokens to the S rows sent, sorted by peer.
         traffic: Rows from each rank to each other one.
         num_received: Rows that come to this rank, sorted by peer.
-        num_summed: So many of the chunk's first tokens hold a part of their sum when the peers' is added.
 
     """
 
     copies: RowMap
     traffic: Traffic
     num_received: int
-    num_summed: int
-
-
-class _Own(NamedTuple):
-    """The rows of a chunk that stay: one for each token, whether it has experts here or not.
-
-    Args:
-        num_summed: So many of the chunk's tokens hold a part of their sum when the own one is added.
-
-    """
-
-    num_summed: int
-
-
-class _Route(NamedTuple):
-    """Which rows a chunk takes; the peers' come first."""
-
-    peers: _Peers | None
-    own: _Own | None
 
 
 class _Arriving(NamedTuple):
@@ -172,6 +139,16 @@ class _Leaving(NamedTuple):
     places: Sequence[Place]
     outbox: Tensor
     inbox_SW: Tensor
+
+
+def _summed(counts_U2P: list[list[list[int]]]) -> list[list[int]]:
+    """Over the units: ``[2, P]``."""
+    return [[sum(numbers) for numbers in zip(*rows, strict=True)] for rows in zip(*counts_U2P, strict=True)]
+
+
+def _peers(tokens_PP: list[list[int]]) -> Traffic:
+    """Without the rows that stay where they are."""
+    return tuple(tuple(0 if i == j else n for j, n in enumerate(row)) for i, row in enumerate(tokens_PP))
 
 
 def _transposed(traffic: Traffic) -> Traffic:

@@ -8,8 +8,8 @@ A dispatcher implements two linear maps over one plan, each the adjoint of the o
 So the backward of one is the other on the same plan, and no dispatcher contains autograd. Property:
 ``<dispatch(x), r> == <x, combine(r)>``, summed over the ranks and over the plans of one layer.
 
-Legend: T tokens of a chunk, K experts per token, N rows received, E experts, e local experts, X any trailing width (hidden
-size for tokens, K for their routing weights and ids).
+Legend: T tokens of a chunk, K experts per token, N rows received, R rows sorted by expert, E experts, X any trailing width
+(hidden size for tokens, K for their routing weights and ids).
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from lightning_moe.ops.routing import Order
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -30,17 +32,21 @@ class Plan:
         tokens: The tokens that its rows belong to, a part of the local batch.
         ids_TK: int32 ``[T, K]``, the global experts of these tokens, ``-1`` for none: they travel with the tokens.
         num_rows: N.
-        first_expert: This rank holds the experts from this one on.
-        counts: Slots of the received rows that name each of the e local experts, on the host.
-        route: The dispatcher's own.
+        experts: The global experts that this rank holds.
+        num_sorted: R, the slots of the received rows that name one of them.
+        num_summed: So many of its first tokens hold a part of their sum once the plans before it have been combined.
+        order: How the rows are sorted by expert, where that is known before they arrive.
+        route: The dispatcher's own; ``None`` where no row leaves the rank, and nothing is to be dispatched or combined.
 
     """
 
     tokens: slice
     ids_TK: Tensor
     num_rows: int
-    first_expert: int
-    counts: tuple[int, ...]
+    experts: range
+    num_sorted: int
+    num_summed: int
+    order: Order | None
     route: Any
 
 
@@ -87,11 +93,12 @@ class Dispatcher(Protocol):
     def size(self) -> int:
         """Ranks in the expert-parallel group."""
 
-    def plan(self, ids_TK: Tensor, num_experts: int, num_chunks: int) -> list[Plan]:
+    def plan(self, ids_TK: Tensor, weights_TK: Tensor, num_experts: int, num_chunks: int) -> list[Plan]:
         """Agree with the other ranks on what goes where, for every chunk at once; the layer's one host sync.
 
         Args:
             ids_TK: ``[T, K]`` integer, the global expert of each slot of the whole local batch; ``-1`` for none.
+            weights_TK: ``[T, K]``, their routing weights, float32 (float64).
             num_experts: E, over all ranks; divisible by the size of the group.
             num_chunks: The same on every rank, whatever its tokens. With balanced routing no plan holds more than this
                 part of the layer's rows; there may be more plans than chunks.

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from lightning_moe.dispatch.base import Arriving, HostCopy, Leaving, Place, Plan
-from lightning_moe.ops.routing import chunk_slices, count_needs
+from lightning_moe.ops.routing import Order, chunk_slices, count_needs, sort_by_expert
 
 
 class LocalDispatcher:
@@ -16,13 +16,16 @@ class LocalDispatcher:
 
     size = 1
 
-    def plan(self, ids_TK: Tensor, num_experts: int, num_chunks: int) -> list[Plan]:
+    def plan(self, ids_TK: Tensor, weights_TK: Tensor, num_experts: int, num_chunks: int) -> list[Plan]:
+        ids_TK, experts = ids_TK.int(), range(num_experts)
         counts = HostCopy(count_needs(ids_TK, num_experts, 1, num_chunks))
-        ids_TK = ids_TK.int()
-        counts_CX = counts.wait().tolist()
+        chunks = chunk_slices(ids_TK.shape[0], num_chunks)
+        orders = [order_of_own(ids_TK[tokens], weights_TK[tokens], experts) for tokens in chunks]
         return [
-            Plan(tokens, ids_TK[tokens], tokens.stop - tokens.start, 0, tuple(counts_X[1:]), None)
-            for tokens, counts_X in zip(chunk_slices(ids_TK.shape[0], num_chunks), counts_CX, strict=True)
+            Plan(
+                tokens, ids_TK[tokens], tokens.stop - tokens.start, experts, num_sorted, 0, order.cut(num_sorted), None
+            )
+            for tokens, order, (_, (num_sorted,)) in zip(chunks, orders, counts.wait().tolist(), strict=True)
         ]
 
     def arriving(self, plan: Plan, tokens: Sequence[Tensor]) -> Arriving:
@@ -36,6 +39,21 @@ class LocalDispatcher:
 
     def combine(self, plan: Plan, leaving: Leaving, tokens: Sequence[Tensor]) -> None:
         """Nothing to do."""
+
+
+def order_of_own(ids_TK: Tensor, weights_TK: Tensor, experts: range) -> Order:
+    """The order of the tokens themselves by local expert, with more room than it may need: it waits for nothing.
+
+    Args:
+        ids_TK: int32 ``[T, K]``, global experts.
+        weights_TK: ``[T, K]``.
+        experts: The global experts that this rank holds.
+
+    """
+    num_tokens, top_k = ids_TK.shape
+    order = Order.empty(num_tokens, top_k, len(experts), ids_TK.numel(), weights_TK)
+    sort_by_expert(ids_TK, weights_TK, experts.start, order)
+    return order
 
 
 class Rows(NamedTuple):

@@ -92,7 +92,10 @@ def _nvlink(group: dist.ProcessGroup, device: torch.device, timeout: timedelta) 
     readable = all(torch.cuda.can_device_access_peer(device, peer) for peer in peers)
     if not _all_agree(readable, group, device):
         raise Unfit("the GPUs cannot read each other's memory")
-    transport = NVLinkTransport(group, device, timeout)
+    try:
+        transport = NVLinkTransport(group, device, timeout)
+    except OSError as error:  # every rank raises it
+        raise Unfit(str(error)) from error
     problem = "its self-check failed"
     try:
         works = _delivers(transport, group, device)

@@ -8,11 +8,14 @@ must take alike, such as growing a buffer, need no further agreement.
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from lightning_moe.dispatch.base import HostCopy
+from lightning_moe.dispatch.mailbox import Mailbox
 
 Traffic = tuple[tuple[int, ...], ...]
 """``[P, P]``: rows from each rank to each other rank of a group; ``traffic[i][j]`` go from i to j, none from i to i."""
@@ -22,12 +25,22 @@ DISPATCH, COMBINE = 0, 1
 """Ways: each has its own outbox, since the next chunk is packed while the last one leaves."""
 
 
+class Telling(Protocol):
+    """Numbers that are being told."""
+
+    def wait(self) -> list[Any]:
+        """Those of every rank, nested as the tensors are."""
+
+
 class Transport(Protocol):
     """Moves rows of bytes between the ranks of one group. Every rank makes the same calls in the same order."""
 
     @property
     def name(self) -> str:
         """As the report shows it."""
+
+    def tell(self, counts: Tensor) -> Telling:
+        """Tell every rank's host some int32 numbers, as many on each rank; issues work that it does not wait for."""
 
     def outbox(self, way: int, traffic: Traffic, like: Tensor) -> Tensor:
         """Room for the rows that this rank is about to send, sorted by destination.
@@ -56,6 +69,11 @@ class CollectiveTransport:
         self._rank = group.rank()
         self.name = dist.get_backend(group)
 
+    def tell(self, counts: Tensor) -> Telling:
+        heard = counts.new_empty(self._group.size(), *counts.shape)
+        dist.all_gather(list(heard.unbind(0)), counts, self._group)
+        return _Heard(HostCopy(heard), None)
+
     def outbox(self, way: int, traffic: Traffic, like: Tensor) -> Tensor:
         return like.new_empty(sum(traffic[self._rank]), like.shape[1])
 
@@ -68,7 +86,8 @@ class NVLinkTransport:
     """Copies out of the peers' memory, for GPUs of one host that can read each other's.
 
     Each rank packs its rows into an outbox in symmetric memory and signals that it is ready; each peer copies its part out
-    with the copy engine, which takes no multiprocessor from the experts' matrix products, and signals that it is done.
+    with the copy engine, which takes no multiprocessor from the experts' matrix products, and signals that it is done. Counts
+    go from host to host.
 
     Args:
         group: A group of NCCL ranks on one host.
@@ -86,9 +105,13 @@ class NVLinkTransport:
         # each rank starts with another one, so that not all read the same memory at once
         self._peers = [(self._rank + step) % self._size for step in range(1, self._size)]
         self._timeout_ms = int(timeout.total_seconds() * 1000)
+        self._mailbox = Mailbox(group, timeout)
         self._boxes: dict[int, _Box] = {}
         # one stream a peer, so that copies from several peers run at once
         self._streams = [torch.cuda.Stream(device, priority=-1) for _ in self._peers[1:]]  # type: ignore[no-untyped-call]
+
+    def tell(self, counts: Tensor) -> Telling:
+        return _Heard(HostCopy(counts), self._mailbox)
 
     def outbox(self, way: int, traffic: Traffic, like: Tensor) -> Tensor:
         width = like.shape[1]
@@ -139,6 +162,18 @@ class NVLinkTransport:
     def _settle(self) -> None:
         torch.cuda.synchronize(self._device)
         dist.barrier(self._group, device_ids=[self._device.index])
+
+
+class _Heard(NamedTuple):
+    """Numbers on their way to the host, and from there to other ranks' hosts if they are not all ranks' already."""
+
+    copy: HostCopy
+    mailbox: Mailbox | None
+
+    def wait(self) -> list[Any]:
+        numbers = self.copy.wait()
+        told: list[Any] = (numbers if self.mailbox is None else self.mailbox.all_gather(numbers)).tolist()
+        return told
 
 
 _GRAIN = 2 << 20  # bytes; symmetric memory is mapped in pages of 2 MiB

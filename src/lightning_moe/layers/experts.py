@@ -83,14 +83,15 @@ class GroupedExperts(nn.Module):
             ``[T, H]``, in the dtype that the experts compute in.
 
         """
-        plans = self.dispatcher.plan(ids_TK, self.num_experts, self.num_chunks)
         gate_up_e2FH, down_eHF = local_part(self.gate_up_proj), local_part(self.down_proj)
         dtype = gate_up_e2FH.dtype
         if torch.is_autocast_enabled(tokens_TH.device.type):
             dtype = torch.get_autocast_dtype(tokens_TH.device.type)
+        weights_TK = weights_TK.to(accumulation_dtype(dtype))
+        plans = self.dispatcher.plan(ids_TK, weights_TK.detach(), self.num_experts, self.num_chunks)
         return chunked_experts(
             tokens_TH.to(dtype),
-            weights_TK.to(accumulation_dtype(dtype)),
+            weights_TK,
             gate_up_e2FH.to(dtype),
             down_eHF.to(dtype),
             self.dispatcher,

@@ -1,7 +1,7 @@
 """One matrix product for each expert, over rows that are sorted by expert.
 
 A kernel of our own on Hopper GPUs; ``torch.nn.functional.grouped_mm`` where it serves (its dtypes, its alignment); otherwise
-one ``torch.mm`` for each expert, which is also the float64 reference.
+one ``torch.mm`` for each expert, which is also the float64 reference, and has to ask the device for the experts' rows.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from lightning_moe.ops.swiglu import swiglu
 
 @dataclass(frozen=True)
 class Groups:
-    """Where each expert's rows begin and end, on both sides of the bus.
+    """The rows of each expert, one expert after the other.
 
     Args:
-        counts: Rows of each of the e experts, on the host.
-        ends_e: int32 ``[e]``, their cumulative sum, on the device.
+        num_rows: R, of all of them.
+        ends_e: int32 ``[e]``, where each expert's end, on the device.
 
     """
 
-    counts: tuple[int, ...]
+    num_rows: int
     ends_e: Tensor
 
     def slices(self) -> list[slice]:
-        """The rows of each expert."""
-        starts = [sum(self.counts[:e]) for e in range(len(self.counts))]
-        return [slice(start, start + count) for start, count in zip(starts, self.counts, strict=True)]
+        """The rows of each expert, on the host: this waits for the device."""
+        ends = self.ends_e.tolist()
+        return [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
 def grouped_mm(rows_RN: Tensor, weight_eNM: Tensor, groups: Groups, out_RM: Tensor) -> None:

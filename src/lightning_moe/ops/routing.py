@@ -32,7 +32,7 @@ def chunk_slices(num_tokens: int, num_chunks: int) -> list[slice]:
 
 
 def count_needs(ids_TK: Tensor, num_experts: int, num_ranks: int, num_chunks: int) -> Tensor:
-    """Count, in each chunk, the tokens that need each rank, then the slots that name each expert.
+    """Count, in each chunk, the tokens that need each rank, and the slots that name an expert of each rank.
 
     Args:
         ids_TK: int32 or int64 ``[T, K]``, the global expert of each slot, ``-1`` for none. Rank r holds experts ``r * e`` to
@@ -42,22 +42,19 @@ def count_needs(ids_TK: Tensor, num_experts: int, num_ranks: int, num_chunks: in
         num_chunks: C; the chunks are those of :func:`chunk_slices`.
 
     Returns:
-        int32 ``[C, P + E]``.
+        int32 ``[C, 2, P]``: tokens, slots.
 
     """
-    counts_CX = torch.zeros(num_chunks, num_ranks + num_experts, dtype=torch.int32, device=ids_TK.device)
+    counts_C2P = torch.zeros(num_chunks, 2, num_ranks, dtype=torch.int32, device=ids_TK.device)
     if _serve(ids_TK):
         from lightning_moe.ops.kernels.routing import count_ids
 
-        count_ids(ids_TK, num_ranks, counts_CX)
-        return counts_CX
-    for counts_X, tokens in zip(counts_CX, chunk_slices(ids_TK.shape[0], num_chunks), strict=True):
-        ids_tK = ids_TK[tokens].long()
-        counts_X[:num_ranks] = _needed_ranks(ids_tK, num_experts // num_ranks, num_ranks).sum(0)
-        slots = counts_X.new_zeros(num_experts + 1)  # -1, no expert, is counted in column 0
-        slots.scatter_add_(0, ids_tK.flatten() + 1, torch.ones_like(ids_tK, dtype=torch.int32).flatten())
-        counts_X[num_ranks:] = slots[1:]
-    return counts_CX
+        count_ids(ids_TK, num_experts // num_ranks, counts_C2P)
+        return counts_C2P
+    for counts_2P, tokens in zip(counts_C2P, chunk_slices(ids_TK.shape[0], num_chunks), strict=True):
+        slots_tP = _slots_of_ranks(ids_TK[tokens], num_experts // num_ranks, num_ranks)
+        counts_2P[0], counts_2P[1] = (slots_tP > 0).sum(0), slots_tP.sum(0)
+    return counts_C2P
 
 
 def place_copies(ids_TK: Tensor, num_experts: int, num_ranks: int, rank: int, num_chunks: int) -> Tensor:
@@ -84,7 +81,7 @@ def place_copies(ids_TK: Tensor, num_experts: int, num_ranks: int, rank: int, nu
         return copies_TJ
     peers = [peer for peer in range(num_ranks) if peer != rank]
     for tokens in chunk_slices(ids_TK.shape[0], num_chunks):
-        wanted_Jt = _needed_ranks(ids_TK[tokens].long(), num_experts // num_ranks, num_ranks)[:, peers].t()
+        wanted_Jt = _slots_of_ranks(ids_TK[tokens], num_experts // num_ranks, num_ranks)[:, peers].t() > 0
         places_Jt = (wanted_Jt.flatten().cumsum(0) - 1).view_as(wanted_Jt)
         copies_TJ[tokens] = torch.where(wanted_Jt, places_Jt, -1).t().int()
     return copies_TJ
@@ -94,11 +91,11 @@ def _serve(ids_TK: Tensor) -> bool:
     return ids_TK.is_cuda and ids_TK.numel() > 0 and kernels.have_triton()
 
 
-def _needed_ranks(ids_tK: Tensor, num_local: int, num_ranks: int) -> Tensor:
-    """bool ``[t, P]``."""
-    ranks_tK = torch.div(ids_tK, num_local, rounding_mode="floor") + 1  # -1, no expert, lands in column 0
-    wanted_tP = torch.zeros(ids_tK.shape[0], num_ranks + 1, dtype=torch.bool, device=ids_tK.device)
-    return wanted_tP.scatter_(1, ranks_tK, True)[:, 1:]
+def _slots_of_ranks(ids_tK: Tensor, num_local: int, num_ranks: int) -> Tensor:
+    """How many of each token's slots name an expert of each rank: int64 ``[t, P]``."""
+    ranks_tK = torch.div(ids_tK.long(), num_local, rounding_mode="floor") + 1  # -1, no expert, lands in column 0
+    slots_tP = torch.zeros(ids_tK.shape[0], num_ranks + 1, dtype=torch.int64, device=ids_tK.device)
+    return slots_tP.scatter_add_(1, ranks_tK, torch.ones_like(ranks_tK))[:, 1:]
 
 
 @dataclass(frozen=True)
@@ -117,45 +114,49 @@ class Order:
     weights_R: Tensor
 
     @staticmethod
-    def empty(num_rows: int, top_k: int, counts: tuple[int, ...], like: Tensor) -> Order:
-        """Room for the order of N rows whose slots name each local expert so often.
+    def empty(num_rows: int, top_k: int, num_local: int, num_sorted: int, like: Tensor) -> Order:
+        """Room for an order.
 
         Args:
             num_rows: N.
             top_k: K.
-            counts: R in all.
+            num_local: e.
+            num_sorted: R, or more while it is not known: see :meth:`cut`.
             like: Any tensor with the device and the dtype of the routing weights.
 
         """
-        num_sorted = sum(counts)
         by_expert = RowMap(torch.empty(num_rows, top_k, dtype=torch.int32, device=like.device), num_sorted)
-        ends_e = torch.empty(len(counts), dtype=torch.int32, device=like.device)
-        return Order(by_expert, Groups(counts, ends_e), like.new_empty(num_sorted))
+        ends_e = torch.empty(num_local, dtype=torch.int32, device=like.device)
+        return Order(by_expert, Groups(num_sorted, ends_e), like.new_empty(num_sorted))
+
+    def cut(self, num_sorted: int) -> Order:
+        """The same order with the true R."""
+        by_expert, groups = RowMap(self.by_expert.copies_MJ, num_sorted), Groups(num_sorted, self.groups.ends_e)
+        return Order(by_expert, groups, self.weights_R[:num_sorted])
 
 
 def sort_by_expert(ids_NK: Tensor, weights_NK: Tensor, first_expert: int, order: Order) -> None:
     """Sort the slots of received rows by local expert: fill an order.
 
     Args:
-        ids_NK: int32 ``[N, K]``, global experts, ``-1`` for none.
+        ids_NK: int32 or int64 ``[N, K]``, global experts, ``-1`` for none.
         weights_NK: ``[N, K]``, their routing weights.
         first_expert: This rank's experts begin here; slots that name others are left out.
-        order: From :meth:`Order.empty`, with the counts of these very ids; written.
+        order: From :meth:`Order.empty`, written.
 
     """
-    copies_NK, num_sorted, ends_e = order.by_expert.copies_MJ, order.by_expert.num_copies, order.groups.ends_e
-    if num_sorted and kernels.serve(weights_NK):
+    copies_NK, ends_e, weights_R = order.by_expert.copies_MJ, order.groups.ends_e, order.weights_R
+    if ids_NK.numel() and kernels.serve(weights_NK):
         from lightning_moe.ops.kernels.routing import sort_slots
 
-        sort_slots(ids_NK, weights_NK, first_expert, copies_NK, ends_e, order.weights_R)
+        sort_slots(ids_NK, weights_NK, first_expert, copies_NK, ends_e, weights_R)
         return
     num_local = ends_e.shape[0]
-    keys_NK = ids_NK - first_expert
-    keys_NK = torch.where((keys_NK < 0) | (keys_NK >= num_local), num_local, keys_NK)
-    sorted_keys, slots = keys_NK.flatten().sort(stable=True)
-    copies = torch.full_like(slots, -1, dtype=torch.int32)
-    copies[slots[:num_sorted]] = torch.arange(num_sorted, dtype=torch.int32, device=slots.device)
-    copies_NK.copy_(copies.view_as(copies_NK))
-    order.weights_R.copy_(weights_NK.flatten()[slots[:num_sorted]])
-    experts = torch.arange(num_local, dtype=sorted_keys.dtype, device=slots.device)
-    ends_e.copy_(torch.searchsorted(sorted_keys, experts, right=True))
+    experts = ids_NK.flatten() - first_expert
+    experts = torch.where((experts < 0) | (experts >= num_local), num_local, experts)
+    sorted_experts, slots = experts.sort(stable=True)
+    places = torch.arange(len(slots), dtype=torch.int32, device=slots.device)
+    copies_NK.view(-1)[slots] = torch.where(sorted_experts < num_local, places, -1)
+    weights_R.copy_(weights_NK.flatten()[slots[: weights_R.shape[0]]])
+    locals_e = torch.arange(num_local, dtype=sorted_experts.dtype, device=slots.device)
+    ends_e.copy_(torch.searchsorted(sorted_experts, locals_e, right=True))

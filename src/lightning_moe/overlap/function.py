@@ -93,7 +93,7 @@ class _ChunkedExperts(torch.autograd.Function):
 
 def _flattened(kept: Kept) -> tuple[Callable[[Sequence[Any]], Kept], list[Tensor | None]]:
     """The tensors, for autograd to hold, and how to put them back."""
-    counts = [order.groups.counts for order in kept.orders]
+    sizes = [order.groups.num_rows for order in kept.orders]
     tensors: list[Tensor | None] = [kept.rows_RH, kept.gate_up_R2F, kept.act_RF]
     for order in kept.orders:
         tensors += [order.by_expert.copies_MJ, order.groups.ends_e, order.weights_R]
@@ -101,8 +101,8 @@ def _flattened(kept: Kept) -> tuple[Callable[[Sequence[Any]], Kept], list[Tensor
     def restore(saved: Sequence[Any]) -> Kept:
         rows_RH, gate_up_R2F, act_RF, *rest = saved
         orders = tuple(
-            Order(RowMap(copies_NK, sum(counts_e)), Groups(counts_e, ends_e), weights_R)
-            for counts_e, copies_NK, ends_e, weights_R in zip(counts, rest[::3], rest[1::3], rest[2::3], strict=True)
+            Order(RowMap(copies_NK, num_sorted), Groups(num_sorted, ends_e), weights_R)
+            for num_sorted, copies_NK, ends_e, weights_R in zip(sizes, rest[::3], rest[1::3], rest[2::3], strict=True)
         )
         return Kept(orders, rows_RH, gate_up_R2F, act_RF)
 

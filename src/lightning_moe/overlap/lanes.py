@@ -56,11 +56,13 @@ class Lanes:
         """Now, on the compute lane."""
         return None if self._compute is None else self._compute.record_event()
 
-    def communicate(self, communication: Communication, after: torch.cuda.Event | None) -> Ticket:
-        """Run on the communication lane what may start once the compute lane has reached a mark.
+    def communicate(self, communication: Communication | None, after: torch.cuda.Event | None) -> Ticket:
+        """Run on the communication lane what may start once the compute lane has reached a mark; ``None`` is nothing.
 
         What it touches was allocated before the mark was taken.
         """
+        if communication is None:
+            return Ticket(None, None)
         if self._communication is None or self._compute is None:
             communication.run(*communication.args)
             return Ticket(None, None)
@@ -82,9 +84,9 @@ class Lanes:
 def pipeline(
     lanes: Lanes,
     chunks: Sequence[Chunk],
-    arrive: Callable[[Chunk], tuple[Communication, Arrived]],
+    arrive: Callable[[Chunk], tuple[Communication | None, Arrived]],
     work: Callable[[Chunk, Arrived], Leaving],
-    leave: Callable[[Chunk, Leaving], Communication],
+    leave: Callable[[Chunk, Leaving], Communication | None],
     finish: Callable[[Chunk, Leaving], None] | None = None,
 ) -> None:
     """Let every chunk arrive, work on it, let it leave, with the neighbours' communication beside each chunk's work.

@@ -13,7 +13,7 @@ rows, R rows sorted by expert. A chunk has its own T, N and R.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -104,23 +104,28 @@ def forward(
     """
     if out_TH is None:
         out_TH = torch.empty_like(tokens_TH)
-    orders = tuple(Order.empty(plan.num_rows, weights_TK.shape[1], plan.counts, weights_TK) for plan in plans)
-    places = chunk_rows([order.groups for order in orders])
+    orders: list[Order] = []
+    places = chunk_rows(plan.num_sorted for plan in plans)
     num_sorted, (width, hidden) = places[-1].stop, (experts.down_eHF.shape[2], tokens_TH.shape[1])
     all_rows_RH = tokens_TH.new_empty(num_sorted, hidden) if mode in ("none", "act") else None
     all_gate_up_R2F = tokens_TH.new_empty(num_sorted, 2 * width) if mode != "full" else None
     all_act_RF = tokens_TH.new_empty(num_sorted, width) if mode == "none" else None
 
-    def arrive(i: int) -> tuple[Communication, list[Arriving]]:
+    def arrive(i: int) -> tuple[Communication | None, list[Arriving]]:
         plan = plans[i]
+        if plan.order is not None:
+            orders.append(plan.order)
+            arriving = dispatcher.arriving(plan, [tokens_TH[plan.tokens]])
+            return _travelling(plan, dispatcher.dispatch, [tokens_TH[plan.tokens]], arriving), [arriving]
         outgoing = [tokens_TH[plan.tokens], weights_TK[plan.tokens], plan.ids_TK]
         arriving = dispatcher.arriving(plan, outgoing)
-        return Communication(receive, (i, outgoing, arriving)), [arriving]
+        orders.append(Order.empty(plan.num_rows, weights_TK.shape[1], len(plan.experts), plan.num_sorted, weights_TK))
+        return Communication(dispatch_and_sort, (plan, outgoing, arriving, orders[i])), [arriving]
 
-    def receive(i: int, outgoing: list[Tensor], arriving: Arriving) -> None:
-        dispatcher.dispatch(plans[i], outgoing, arriving)
+    def dispatch_and_sort(plan: Plan, outgoing: list[Tensor], arriving: Arriving, order: Order) -> None:
+        dispatcher.dispatch(plan, outgoing, arriving)
         _, weights_NK, ids_NK = arriving.rows
-        sort_by_expert(ids_NK, weights_NK, plans[i].first_expert, orders[i])
+        sort_by_expert(ids_NK, weights_NK, plan.experts.start, order)
 
     def work(i: int, arrived: list[Arriving]) -> list[Tensor]:
         order, place = orders[i], places[i]
@@ -135,14 +140,15 @@ def forward(
         grouped_mm(act_RF, experts.down_eHF.mT, order.groups, out_RH)
         return [out_RH]
 
-    def leave(i: int, out: list[Tensor]) -> Communication:
-        homes = [out_TH[plans[i].tokens]]
-        leaving = dispatcher.leaving(plans[i], homes)
+    def leave(i: int, out: list[Tensor]) -> Communication | None:
+        plan = plans[i]
+        homes = [out_TH[plan.tokens]]
+        leaving = dispatcher.leaving(plan, homes)
         _fill(leaving, out.pop(), None, orders[i])
-        return Communication(dispatcher.combine, (plans[i], leaving, homes))
+        return _travelling(plan, dispatcher.combine, leaving, homes)
 
     pipeline(Lanes(tokens_TH.device), range(len(plans)), arrive, work, leave)
-    return out_TH, Kept(orders, all_rows_RH, all_gate_up_R2F, all_act_RF)
+    return out_TH, Kept(tuple(orders), all_rows_RH, all_gate_up_R2F, all_act_RF)
 
 
 def backward(
@@ -185,16 +191,16 @@ def backward(
         WeightGradient(weight, groups, weight_grad_scale, inputs, frugal) if needed else None
         for weight, inputs, needed in zip(experts, (kept.rows_RH, kept.act_RF), needs_weight_grad, strict=True)
     )
-    places = chunk_rows(groups)
+    places = chunk_rows(group.num_rows for group in groups)
 
-    def arrive(i: int) -> tuple[Communication, list[Arriving]]:
+    def arrive(i: int) -> tuple[Communication | None, list[Arriving]]:
         plan = plans[i]
         outgoing = [grad_TH[plan.tokens]]
         if kept.rows_RH is None:
             assert tokens_TH is not None
             outgoing.append(tokens_TH[plan.tokens])
         arriving = dispatcher.arriving(plan, outgoing)
-        return Communication(dispatcher.dispatch, (plan, outgoing, arriving)), [arriving]
+        return _travelling(plan, dispatcher.dispatch, outgoing, arriving), [arriving]
 
     def work(i: int, arrived: list[Arriving]) -> _BackwardChunk:
         order = orders[i]
@@ -233,12 +239,12 @@ def backward(
         grouped_mm(grad_gate_up_R2F, gate_up_e2FH, group, grad_rows_RH)
         return _BackwardChunk([grad_rows_RH], grad_weights_R, (grad_gate_up_R2F, rows_RH), (grad_out_RH, act_RF))
 
-    def leave(i: int, product: _BackwardChunk) -> Communication:
+    def leave(i: int, product: _BackwardChunk) -> Communication | None:
         plan = plans[i]
         homes = [grad_tokens_TH[plan.tokens], grad_weights_TK[plan.tokens]]
         leaving = dispatcher.leaving(plan, homes)
         _fill(leaving, product.grad_rows.pop(), product.grad_weights_R, orders[i])
-        return Communication(dispatcher.combine, (plan, leaving, homes))
+        return _travelling(plan, dispatcher.combine, leaving, homes)
 
     def finish(i: int, product: _BackwardChunk) -> None:
         if of_gate_up is not None:
@@ -262,6 +268,11 @@ class _BackwardChunk(NamedTuple):
     grad_weights_R: Tensor
     gate_up_operands: tuple[Tensor, Tensor]
     down_operands: tuple[Tensor, Tensor]
+
+
+def _travelling(plan: Plan, run: Callable[..., None], *args: object) -> Communication | None:
+    """A dispatch or a combine, if there is anything to do."""
+    return None if plan.route is None else Communication(run, (plan, *args))
 
 
 def _fill(leaving: Leaving, rows_RH: Tensor, weights_R: Tensor | None, order: Order) -> None:

@@ -6,7 +6,7 @@ parallelism holds too. A running total needs only one chunk's operands, and a fl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 import torch
@@ -33,7 +33,7 @@ class WeightGradient:
     ) -> None:
         self.result_eMN: Tensor | None = None
         self._weight, self._groups, self._scale = weight_eMN, groups, scale
-        (num_experts, width_m, width_n), num_rows = weight_eMN.shape, sum(sum(chunk.counts) for chunk in groups)
+        (num_experts, width_m, width_n), num_rows = weight_eMN.shape, sum(chunk.num_rows for chunk in groups)
         self._dtype = accumulation_dtype(weight_eMN.dtype)
         total = num_experts * width_m * width_n * self._dtype.itemsize
         operands = num_rows * (width_m + width_n) * weight_eMN.element_size()
@@ -42,7 +42,7 @@ class WeightGradient:
         if len(groups) > 1 and not (frugal and total < operands):
             self._grads_RM = weight_eMN.new_empty(num_rows, width_m)
             self._rows_RN = weight_eMN.new_empty(num_rows, width_n) if rows_RN is None else rows_RN
-        self._slices = chunk_rows(groups)
+        self._slices = chunk_rows(chunk.num_rows for chunk in groups)
 
     def operands(self, chunk: int) -> tuple[Tensor | None, Tensor | None]:
         """Where a chunk's gradient ``[R, M]`` and input ``[R, N]`` are to be written; ``None`` for anywhere."""
@@ -68,9 +68,9 @@ class WeightGradient:
             self._grads_RM = self._rows_RN = None
 
 
-def chunk_rows(groups: Sequence[Groups]) -> list[slice]:
+def chunk_rows(num_rows: Iterable[int]) -> list[slice]:
     """The rows of each chunk where all lie in one tensor."""
-    ends = list(accumulate(sum(chunk.counts) for chunk in groups))
+    ends = list(accumulate(num_rows))
     return [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
@@ -79,5 +79,4 @@ def all_groups(groups: Sequence[Groups]) -> Groups:
     ends_Ce = torch.stack([chunk.ends_e for chunk in groups])
     sizes_C = ends_Ce[:, -1]
     firsts_C = sizes_C.cumsum(0, dtype=ends_Ce.dtype) - sizes_C
-    counts = tuple(count for chunk in groups for count in chunk.counts)
-    return Groups(counts, (ends_Ce + firsts_C.unsqueeze(1)).flatten())
+    return Groups(sum(chunk.num_rows for chunk in groups), (ends_Ce + firsts_C.unsqueeze(1)).flatten())

@@ -20,20 +20,19 @@ TOKENS = 128  # of a program
 SLOTS = 128  # of a program; it compares each of them with each other
 
 
-def count_ids(ids_TK: Tensor, num_ranks: int, counts_CX: Tensor) -> None:
+def count_ids(ids_TK: Tensor, num_local: int, counts_C2P: Tensor) -> None:
     """See :func:`lightning_moe.ops.routing.count_needs`.
 
     Args:
         ids_TK: int32 or int64 ``[T, K]``, not empty.
-        num_ranks: P.
-        counts_CX: int32 ``[C, P + E]``, zeros, written.
+        num_local: e, the experts on each rank.
+        counts_C2P: int32 ``[C, 2, P]``, zeros, written.
 
     """
-    (num_tokens, top_k), (num_chunks, width) = ids_TK.shape, counts_CX.shape
-    num_experts = width - num_ranks
+    (num_tokens, top_k), (num_chunks, _, num_ranks) = ids_TK.shape, counts_C2P.shape
     grid = (blocks(blocks(num_tokens, num_chunks), TOKENS), num_chunks)
-    constants = (num_chunks, top_k, num_ranks, power_of_2(num_ranks), power_of_2(num_experts + 1), TOKENS)
-    launch(_count_ids, grid, (ids_TK.contiguous(), counts_CX), (num_tokens, num_experts), constants)
+    constants = (num_chunks, top_k, num_ranks, power_of_2(num_ranks + 1), TOKENS)
+    launch(_count_ids, grid, (ids_TK.contiguous(), counts_C2P), (num_tokens, num_local), constants)
 
 
 def place_copies_of_ids(ids_TK: Tensor, num_local: int, rank: int, num_chunks: int, copies_TJ: Tensor) -> None:
@@ -64,7 +63,7 @@ def sort_slots(
     """See :func:`lightning_moe.ops.routing.sort_by_expert`.
 
     Args:
-        ids_NK: int32 ``[N, K]``, elements of a row side by side, not empty.
+        ids_NK: int32 or int64 ``[N, K]``, elements of a row side by side, not empty.
         weights_NK: float32 ``[N, K]``, likewise.
         first_expert: Of this rank.
         copies_NK: int32 ``[N, K]``, contiguous, written.
@@ -91,13 +90,13 @@ def _chunk_start(chunk, num_tokens, CHUNKS: tl.constexpr):
 
 
 @triton.jit
-def _wanted_ranks(ids_ptr, tokens, stop, num_local, ranks, TOP_K: tl.constexpr):
-    """Which of some ranks each token of a block needs, ``[BLOCK, RANKS]``."""
-    wanted = tokens[:, None] + ranks[None, :] < 0  # no one
+def _slots_of_ranks(ids_ptr, tokens, stop, num_local, ranks, TOP_K: tl.constexpr):
+    """How many slots of each token of a block name an expert of each of some ranks, ``[BLOCK, RANKS]``."""
+    slots = tl.zeros_like(tokens)[:, None] + tl.zeros_like(ranks)[None, :]
     for k in tl.static_range(TOP_K):
         ids = tl.load(ids_ptr + tokens.to(tl.int64) * TOP_K + k, mask=tokens < stop, other=-1)
-        wanted = wanted | ((ids >= 0)[:, None] & ((ids // num_local)[:, None] == ranks[None, :]))
-    return wanted
+        slots += ((ids >= 0)[:, None] & ((ids // num_local)[:, None] == ranks[None, :])).to(tl.int32)
+    return slots
 
 
 @triton.jit
@@ -108,29 +107,24 @@ def _tokens_of_block(num_tokens, CHUNKS: tl.constexpr, BLOCK: tl.constexpr):
     return start + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), _chunk_start(chunk + 1, num_tokens, CHUNKS)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_experts"])
+@triton.jit(do_not_specialize=["num_tokens", "num_local"])
 def _count_ids(
     ids_ptr,
     counts_ptr,
     num_tokens,
-    num_experts,
+    num_local,
     CHUNKS: tl.constexpr,
     TOP_K: tl.constexpr,
     NUM_RANKS: tl.constexpr,
     RANKS: tl.constexpr,
-    BINS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     tokens, stop = _tokens_of_block(num_tokens, CHUNKS, BLOCK)
-    ranks, bins = tl.arange(0, RANKS), tl.arange(0, BINS)
-    line_ptr = counts_ptr + tl.program_id(1) * (NUM_RANKS + num_experts)
-    wanted = _wanted_ranks(ids_ptr, tokens, stop, num_experts // NUM_RANKS, ranks, TOP_K)
-    tl.atomic_add(line_ptr + ranks, tl.sum(wanted.to(tl.int32), 0), mask=ranks < NUM_RANKS)
-    slots = tl.zeros((BINS,), tl.int32)
-    for k in tl.static_range(TOP_K):
-        ids = tl.load(ids_ptr + tokens.to(tl.int64) * TOP_K + k, mask=tokens < stop, other=-1).to(tl.int32)
-        slots += tl.histogram(tl.where(ids < 0, num_experts, ids), BINS)
-    tl.atomic_add(line_ptr + NUM_RANKS + bins, slots, mask=bins < num_experts)
+    ranks = tl.arange(0, RANKS)
+    slots = _slots_of_ranks(ids_ptr, tokens, stop, num_local, ranks, TOP_K)
+    line_ptr = counts_ptr + tl.program_id(1) * (2 * NUM_RANKS)
+    tl.atomic_add(line_ptr + ranks, tl.sum((slots > 0).to(tl.int32), 0), mask=ranks < NUM_RANKS)
+    tl.atomic_add(line_ptr + NUM_RANKS + ranks, tl.sum(slots, 0), mask=ranks < NUM_RANKS)
 
 
 @triton.jit
@@ -155,7 +149,7 @@ def _count_copies(
     BLOCK: tl.constexpr,
 ):
     tokens, stop = _tokens_of_block(num_tokens, CHUNKS, BLOCK)
-    wanted = _wanted_ranks(ids_ptr, tokens, stop, num_local, _peers(rank, PEERS), TOP_K)
+    wanted = _slots_of_ranks(ids_ptr, tokens, stop, num_local, _peers(rank, PEERS), TOP_K) > 0
     index = tl.arange(0, PEERS)
     cell_ptr = counts_ptr + (tl.program_id(1) * NUM_PEERS + index) * num_blocks + tl.program_id(0)
     tl.store(cell_ptr, tl.sum(wanted.to(tl.int32), 0), mask=index < NUM_PEERS)
@@ -178,7 +172,7 @@ def _place_copies(
     BLOCK: tl.constexpr,
 ):
     tokens, stop = _tokens_of_block(num_tokens, CHUNKS, BLOCK)
-    wanted = _wanted_ranks(ids_ptr, tokens, stop, num_local, _peers(rank, PEERS), TOP_K)
+    wanted = _slots_of_ranks(ids_ptr, tokens, stop, num_local, _peers(rank, PEERS), TOP_K) > 0
     index = tl.arange(0, PEERS)
     there = index < NUM_PEERS
     cell = (tl.program_id(1) * NUM_PEERS + index) * num_blocks + tl.program_id(0)
@@ -198,7 +192,7 @@ def _load_experts(
     """The slots of this program and their local experts; ``num_local`` for slots of other ranks' and for none."""
     slots = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ids = tl.load(ids_ptr + (slots // TOP_K).to(tl.int64) * STRIDE + slots % TOP_K, mask=slots < num_slots, other=-1)
-    experts = ids - first_expert
+    experts = (ids - first_expert).to(tl.int32)
     return slots, tl.where((ids < 0) | (experts < 0) | (experts >= num_local), num_local, experts)
 
 
