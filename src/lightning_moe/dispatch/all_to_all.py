@@ -8,6 +8,8 @@ its own rank stays where it is.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -43,17 +45,14 @@ class AllToAllDispatcher:
         units = chunk_slices(num_tokens, num_units)
         tokens_of = [slice(units[chunk.units.start].start, units[chunk.units.stop - 1].stop) for chunk in chunks]
         heard = self.transport.tell(count_needs(ids_TK, num_experts, self.size, num_units))
-        # the device does all this while the host waits
-        ids_TK = ids_TK.int()
-        orders = [
-            order_of_own(ids_TK[tokens], weights_TK[tokens], experts) if not chunk.peers else None
-            for chunk, tokens in zip(chunks, tokens_of, strict=True)
-        ]
-        copies_TJ = place_copies(ids_TK, num_experts, self.size, self.rank, num_travels)
+        # the device sorts the first chunk's rows, if it has them, while the host waits
+        ids_TK, first = ids_TK.int(), tokens_of[0]
+        order = None if chunks[0].peers else order_of_own(ids_TK[first], weights_TK[first], experts)
+        copies_TJ = _Copies(ids_TK, num_experts, self.size, self.rank, num_travels)
         counts_PU2P = heard.wait()
         plans: list[Plan] = []
         num_written = 0  # so many tokens get the first part of their sum from own rows, the others from the peers' rows
-        for chunk, tokens, order in zip(chunks, tokens_of, orders, strict=True):
+        for chunk, tokens in zip(chunks, tokens_of, strict=True):
             counts_P2P = [_summed(counts_U2P[chunk.units]) for counts_U2P in counts_PU2P]
             slots_P = [slots[self.rank] for _, slots in counts_P2P]
             num_tokens, num_summed, route = tokens.stop - tokens.start, 0, None
@@ -61,14 +60,14 @@ class AllToAllDispatcher:
             if chunk.peers:
                 traffic = _peers([tokens_P for tokens_P, _ in counts_P2P])
                 num_received = sum(row[self.rank] for row in traffic)
-                route = _Route(RowMap(copies_TJ[tokens], sum(traffic[self.rank])), traffic, num_received)
+                route = _Route(copies_TJ, tokens, traffic, num_received, sum(traffic[self.rank]))
                 num_rows, num_sorted = num_rows + num_received, num_sorted + sum(slots_P) - slots_P[self.rank]
                 num_summed = min(max(num_written - tokens.start, 0), num_tokens)
             elif any(plan.route for plan in plans):
                 num_summed = num_tokens
             else:
                 num_written = tokens.stop
-            order = order.cut(num_sorted) if order is not None else None
+            order = order.cut(num_sorted) if order is not None and not plans else None
             plans.append(Plan(tokens, ids_TK[tokens], num_rows, experts, num_sorted, num_summed, order, route))
         return plans
 
@@ -83,8 +82,9 @@ class AllToAllDispatcher:
             return
         route, inbox_NW = plan.route, arriving.inbox_NW
         outbox = self.transport.outbox(DISPATCH, route.traffic, inbox_NW)
+        copies = route.copies
         for tokens_TX, sent_SX in zip(tokens, columns(outbox, tokens), strict=True):
-            gather(tokens_TX, route.copies, sent_SX)
+            gather(tokens_TX, copies, sent_SX)
         self.transport.exchange(DISPATCH, route.traffic, outbox, inbox_NW[: route.num_received])
         if plan.num_rows > route.num_received:
             for tokens_TX, rows_NX in zip(tokens, arriving.rows, strict=True):
@@ -94,7 +94,7 @@ class AllToAllDispatcher:
         route = plan.route
         if route is None:
             return Places([Place(slice(0, plan.num_rows), tokens, plan.num_summed)])
-        inbox_SW = empty(route.copies.num_copies, row_bytes(tokens), tokens[0].device)
+        inbox_SW = empty(route.num_sent, row_bytes(tokens), tokens[0].device)
         outbox = self.transport.outbox(COMBINE, _transposed(route.traffic), inbox_SW)
         places = [Place(slice(0, route.num_received), columns(outbox, tokens), 0)]
         if plan.num_rows > route.num_received:
@@ -111,19 +111,44 @@ class AllToAllDispatcher:
             reduce(copies_SX, route.copies, tokens_TX, num_summed)
 
 
+@dataclass(frozen=True)
+class _Copies:
+    """Where the copies of all tokens go, found when it is first asked for: on the communication lane, behind the first work."""
+
+    ids_TK: Tensor
+    num_experts: int
+    num_ranks: int
+    rank: int
+    num_travels: int
+
+    @cached_property
+    def places_TJ(self) -> Tensor:
+        """See :func:`~lightning_moe.ops.routing.place_copies`."""
+        return place_copies(self.ids_TK, self.num_experts, self.num_ranks, self.rank, self.num_travels)
+
+
 class _Route(NamedTuple):
     """The rows of a chunk that travel; where it also takes own ones, those come after the peers', one for each token.
 
     Args:
-        copies: Map from the chunk's T tokens to the S rows sent, sorted by peer.
+        all_copies: Of all tokens.
+        tokens: The chunk's.
         traffic: Rows from each rank to each other one.
         num_received: Rows that come to this rank, sorted by peer.
+        num_sent: Rows that leave it, sorted by peer.
 
     """
 
-    copies: RowMap
+    all_copies: _Copies
+    tokens: slice
     traffic: Traffic
     num_received: int
+    num_sent: int
+
+    @property
+    def copies(self) -> RowMap:
+        """Map from the chunk's T tokens to the S rows sent."""
+        return RowMap(self.all_copies.places_TJ[self.tokens], self.num_sent)
 
 
 class _Arriving(NamedTuple):

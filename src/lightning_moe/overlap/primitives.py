@@ -123,7 +123,8 @@ def forward(
         return Communication(dispatch_and_sort, (plan, outgoing, arriving, orders[i])), [arriving]
 
     def dispatch_and_sort(plan: Plan, outgoing: list[Tensor], arriving: Arriving, order: Order) -> None:
-        dispatcher.dispatch(plan, outgoing, arriving)
+        if plan.route is not None:
+            dispatcher.dispatch(plan, outgoing, arriving)
         _, weights_NK, ids_NK = arriving.rows
         sort_by_expert(ids_NK, weights_NK, plan.experts.start, order)
 
@@ -235,9 +236,15 @@ def backward(
             act_RF, rebuilt_RF = kept.act_RF[places[i]], None
         grad_weights_R = swiglu_backward(grad_act_RF, gate_up_R2F, order.weights_R, grad_gate_up_R2F, rebuilt_RF)
         del gate_up_R2F, grad_act_RF
+        down_operands: tuple[Tensor, Tensor] | None = None
+        if of_down is not None and of_down.running:  # where memory counts, these go before the next rows come
+            of_down.add(i, grad_out_RH, act_RF)
+        else:
+            down_operands = (grad_out_RH, act_RF)
+        del grad_out_RH, act_RF
         grad_rows_RH = torch.empty_like(rows_RH)
         grouped_mm(grad_gate_up_R2F, gate_up_e2FH, group, grad_rows_RH)
-        return _BackwardChunk([grad_rows_RH], grad_weights_R, (grad_gate_up_R2F, rows_RH), (grad_out_RH, act_RF))
+        return _BackwardChunk([grad_rows_RH], grad_weights_R, (grad_gate_up_R2F, rows_RH), down_operands)
 
     def leave(i: int, product: _BackwardChunk) -> Communication | None:
         plan = plans[i]
@@ -249,7 +256,7 @@ def backward(
     def finish(i: int, product: _BackwardChunk) -> None:
         if of_gate_up is not None:
             of_gate_up.add(i, *product.gate_up_operands)
-        if of_down is not None:
+        if of_down is not None and product.down_operands is not None:
             of_down.add(i, *product.down_operands)
 
     pipeline(Lanes(grad_TH.device), range(len(plans)), arrive, work, leave, finish)
@@ -267,7 +274,7 @@ class _BackwardChunk(NamedTuple):
     grad_rows: list[Tensor]
     grad_weights_R: Tensor
     gate_up_operands: tuple[Tensor, Tensor]
-    down_operands: tuple[Tensor, Tensor]
+    down_operands: tuple[Tensor, Tensor] | None
 
 
 def _travelling(plan: Plan, run: Callable[..., None], *args: object) -> Communication | None:

@@ -44,6 +44,11 @@ class WeightGradient:
             self._rows_RN = weight_eMN.new_empty(num_rows, width_n) if rows_RN is None else rows_RN
         self._slices = chunk_rows(chunk.num_rows for chunk in groups)
 
+    @property
+    def running(self) -> bool:
+        """Whether a chunk's operands are read when they are added, and are not needed after that."""
+        return len(self._groups) > 1 and self._grads_RM is None
+
     def operands(self, chunk: int) -> tuple[Tensor | None, Tensor | None]:
         """Where a chunk's gradient ``[R, M]`` and input ``[R, N]`` are to be written; ``None`` for anywhere."""
         rows = self._slices[chunk]
