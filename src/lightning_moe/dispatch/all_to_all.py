@@ -7,7 +7,7 @@ its own rank stays where it is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_moe.dispatch.base import Arriving, Leaving, Place, Plan
+from lightning_moe.dispatch.base import Arriving, Leaving, Place, Plan, nothing
 from lightning_moe.dispatch.bundle import columns, empty, row_bytes
 from lightning_moe.dispatch.local import Places, Rows, order_of_own
 from lightning_moe.dispatch.schedule import schedule
@@ -38,7 +38,14 @@ class AllToAllDispatcher:
         self.rank = group.rank()
         self.transport = transport
 
-    def plan(self, ids_TK: Tensor, weights_TK: Tensor, num_experts: int, num_chunks: int) -> list[Plan]:
+    def plan(
+        self,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        num_experts: int,
+        num_chunks: int,
+        meanwhile: Callable[[], None] = nothing,
+    ) -> list[Plan]:
         chunks, num_units, num_travels = schedule(num_chunks, self.size)
         num_local, num_tokens = num_experts // self.size, ids_TK.shape[0]
         experts = range(self.rank * num_local, (self.rank + 1) * num_local)
@@ -49,6 +56,7 @@ class AllToAllDispatcher:
         ids_TK, first = ids_TK.int(), tokens_of[0]
         order = None if chunks[0].peers else order_of_own(ids_TK[first], weights_TK[first], experts)
         copies_TJ = _Copies(ids_TK, num_experts, self.size, self.rank, num_travels)
+        meanwhile()
         counts_PU2P = heard.wait()
         plans: list[Plan] = []
         num_written = 0  # so many tokens get the first part of their sum from own rows, the others from the peers' rows

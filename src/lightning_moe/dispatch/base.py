@@ -14,7 +14,7 @@ Legend: T tokens of a chunk, K experts per token, N rows received, R rows sorted
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -81,6 +81,10 @@ class Leaving(Protocol):
         """To be written before the combine; together they take all N rows."""
 
 
+def nothing() -> None:
+    """Do nothing."""
+
+
 class Dispatcher(Protocol):
     """Two adjoint linear maps between tokens and the rows that this rank's experts work on.
 
@@ -93,7 +97,14 @@ class Dispatcher(Protocol):
     def size(self) -> int:
         """Ranks in the expert-parallel group."""
 
-    def plan(self, ids_TK: Tensor, weights_TK: Tensor, num_experts: int, num_chunks: int) -> list[Plan]:
+    def plan(
+        self,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        num_experts: int,
+        num_chunks: int,
+        meanwhile: Callable[[], None] = nothing,
+    ) -> list[Plan]:
         """Agree with the other ranks on what goes where, for every chunk at once; the layer's one host sync.
 
         Args:
@@ -102,6 +113,7 @@ class Dispatcher(Protocol):
             num_experts: E, over all ranks; divisible by the size of the group.
             num_chunks: The same on every rank, whatever its tokens. With balanced routing no plan holds more than this
                 part of the layer's rows; there may be more plans than chunks.
+            meanwhile: Is called before the host waits, to give the device work that does not need the plans.
 
         Returns:
             The plans, in the order in which they must be worked on.

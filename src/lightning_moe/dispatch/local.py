@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
-from lightning_moe.dispatch.base import Arriving, HostCopy, Leaving, Place, Plan
+from lightning_moe.dispatch.base import Arriving, HostCopy, Leaving, Place, Plan, nothing
 from lightning_moe.ops.routing import Order, chunk_slices, count_needs, sort_by_expert
 
 
@@ -16,11 +16,19 @@ class LocalDispatcher:
 
     size = 1
 
-    def plan(self, ids_TK: Tensor, weights_TK: Tensor, num_experts: int, num_chunks: int) -> list[Plan]:
+    def plan(
+        self,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        num_experts: int,
+        num_chunks: int,
+        meanwhile: Callable[[], None] = nothing,
+    ) -> list[Plan]:
         ids_TK, experts = ids_TK.int(), range(num_experts)
         counts = HostCopy(count_needs(ids_TK, num_experts, 1, num_chunks))
         chunks = chunk_slices(ids_TK.shape[0], num_chunks)
         orders = [order_of_own(ids_TK[tokens], weights_TK[tokens], experts) for tokens in chunks]
+        meanwhile()
         return [
             Plan(
                 tokens, ids_TK[tokens], tokens.stop - tokens.start, experts, num_sorted, 0, order.cut(num_sorted), None

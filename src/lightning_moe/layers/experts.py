@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
 from lightning_moe.dispatch import Dispatcher, LocalDispatcher
+from lightning_moe.dispatch.base import nothing
 from lightning_moe.ops.local import local_part
 from lightning_moe.ops.rows import accumulation_dtype
 from lightning_moe.overlap import chunked_experts
@@ -71,13 +74,17 @@ class GroupedExperts(nn.Module):
         self.mode: RoutedMode = mode
         self.weight_grad_scale = weight_grad_scale
 
-    def forward(self, tokens_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
+    def forward(
+        self, tokens_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor, meanwhile: Callable[[], None] = nothing
+    ) -> Tensor:
         """The weighted sum of each token's experts.
 
         Args:
             tokens_TH: ``[T, H]``, local tokens.
             weights_TK: ``[T, K]``, routing weights.
             ids_TK: ``[T, K]`` integer, each token's experts, without repetition; ``-1`` for none.
+            meanwhile: Is called once, before the host waits for the other ranks' counts: what it launches keeps the device
+                busy until the experts can begin.
 
         Returns:
             ``[T, H]``, in the dtype that the experts compute in.
@@ -88,7 +95,7 @@ class GroupedExperts(nn.Module):
         if torch.is_autocast_enabled(tokens_TH.device.type):
             dtype = torch.get_autocast_dtype(tokens_TH.device.type)
         weights_TK = weights_TK.to(accumulation_dtype(dtype))
-        plans = self.dispatcher.plan(ids_TK, weights_TK.detach(), self.num_experts, self.num_chunks)
+        plans = self.dispatcher.plan(ids_TK, weights_TK.detach(), self.num_experts, self.num_chunks, meanwhile)
         return chunked_experts(
             tokens_TH.to(dtype),
             weights_TK,

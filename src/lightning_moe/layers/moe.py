@@ -46,8 +46,11 @@ class MoELayer(nn.Module):
         """``[..., H]`` to ``[..., H]``, in the input's dtype."""
         tokens_TH = hidden.reshape(-1, hidden.shape[-1])
         routing = self.route(tokens_TH)
-        out_TH: Tensor = self.experts(tokens_TH, routing.weights_TK, routing.ids_TK)  # dispatch -> experts -> combine
-        shared_TH = self.share(tokens_TH)
+        shared: list[Tensor | None] = []
+        out_TH: Tensor = self.experts(  # dispatch -> experts -> combine
+            tokens_TH, routing.weights_TK, routing.ids_TK, meanwhile=lambda: shared.append(self.share(tokens_TH))
+        )
+        (shared_TH,) = shared
         if shared_TH is not None:
             out_TH = out_TH + shared_TH
         return out_TH.to(hidden.dtype).view_as(hidden)
