@@ -22,22 +22,35 @@ def test_it_measures_every_case_beside_the_floor(tmp_path):
         "--out",
         str(tmp_path),
     ]
-    options = ["--repeats", "3", "--dispatchers", "all_to_all", "--chunks", "1", "2", "--modes", "none", "full"]
+    options = [
+        "--repeats",
+        "3",
+        "--dispatchers",
+        "all_to_all",
+        "--chunks",
+        "1",
+        "2",
+        "--modes",
+        "none",
+        "full",
+        "--layer",
+    ]
     done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "op-toy-ep2-balanced.json").read_text())
     rows = result["rows"]
-    cases = [(row["direction"], row["mode"], row["dispatcher"], row["chunks"]) for row in rows]
+    cases = [(row["what"], row["direction"], row["mode"], row["dispatcher"], row["chunks"]) for row in rows]
     assert cases == [
-        (direction, mode, *case)
+        (what, direction, mode, *case)
+        for what in ("op", "layer")
         for direction, mode in [("forward", "none"), ("both", "none"), ("both", "full")]
         for case in [("floor", 1), ("all_to_all", 1), ("all_to_all", 2)]
     ]
-    floors = {(row["direction"], row["mode"]): row["ms"] for row in rows if row["dispatcher"] == "floor"}
+    floors = {(row["what"], row["direction"], row["mode"]): row["ms"] for row in rows if row["dispatcher"] == "floor"}
     for row in rows:
         low, high = row["ms_quartiles"]
         assert 0 < low <= row["ms"] <= high
-        assert row["times_floor"] == pytest.approx(row["ms"] / floors[row["direction"], row["mode"]])
+        assert row["times_floor"] == pytest.approx(row["ms"] / floors[row["what"], row["direction"], row["mode"]])
         passes = 3 if row["direction"] == "both" else 1
         assert row["tflops"] == pytest.approx(passes * 6 * 64 * 2 * 32 * 48 / row["ms"] / 1e9)
     assert {"device", "torch", "commit"} <= result["environment"].keys()

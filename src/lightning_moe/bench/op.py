@@ -1,9 +1,9 @@
 """One layer's routed experts: native, chunked, and the floor, interleaved in one run.
 
-The op starts from expert ids and routing weights and ends with the combined output; the forward and backward of a row share
-one timing. *Floor* is the same number of rows per rank on the ``local`` dispatcher, so that communication is free: what
-remains is gather, grouped GEMMs, activation and reduce. A row's time is that of the slowest rank, the median over
-repetitions in which all rows take turns.
+The op starts from expert ids and routing weights and ends with the combined output; *layer* rows time its router with it. The
+forward and backward of a row share one timing. *Floor* is the same number of rows per rank on the ``local`` dispatcher, so
+that communication is free: what remains is gather, grouped GEMMs, activation and reduce. A row's time is that of the slowest
+rank, the median over repetitions in which all rows take turns.
 """
 
 from __future__ import annotations
@@ -45,15 +45,25 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the table: which dispatcher, how many chunks, which mode, and how far: ``forward`` or ``both``."""
+    """One row of the table.
 
+    Args:
+        what: ``op``, or ``layer`` with its router.
+        dispatcher: A name, or ``floor``.
+        chunks: 1 is native expert parallelism.
+        mode: What backward recomputes.
+        direction: ``forward``, or ``both`` it and backward.
+
+    """
+
+    what: str
     dispatcher: str
     chunks: int
     mode: str
     direction: str
 
     def __str__(self) -> str:
-        return f"{self.direction:<8} {self.mode:<9} {self.dispatcher:<11} n={self.chunks}"
+        return f"{self.what} {self.direction} {self.mode} {self.dispatcher} n={self.chunks}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,6 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chunks", nargs="+", type=int, default=[1, 2, 4], help="1 is native expert parallelism")
     parser.add_argument("--modes", nargs="+", choices=ROUTED_MODES, default=["none", "full"])
     parser.add_argument("--routing", choices=["balanced", "zipf"], default="balanced")
+    parser.add_argument("--layer", action="store_true", help="time the whole layer with its router too")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--out", help="folder for the JSON and the chart")
     parser.add_argument("--trace", action="store_true", help="also write a profiler trace of each row to --out")
@@ -82,7 +93,8 @@ def run(arguments: argparse.Namespace) -> None:
 def _rank(device: torch.device, arguments: argparse.Namespace) -> None:
     shape = SHAPES[arguments.shape]
     cases = [
-        Case(dispatcher, chunks, mode, direction)
+        Case(what, dispatcher, chunks, mode, direction)
+        for what in (["op", "layer"] if arguments.layer else ["op"])
         for direction, mode in [("forward", "none"), *(("both", mode) for mode in arguments.modes)]
         for dispatcher in ["floor", *arguments.dispatchers]
         for chunks in ([1] if dispatcher == "floor" else arguments.chunks)
@@ -127,23 +139,38 @@ class _Setup:
         self.local_ids_TK = (
             self.ids_TK // self.size if shape.top_k > local else _draw(popularity[:local], shape, **options)
         )
+        self.router_EH = (torch.randn(shape.experts, shape.hidden, **options) * 0.02).to(dtype).requires_grad_()
         choices = {name: select_dispatcher(name, group, device) for name in dispatchers}
         self.reasons = {name: f"{choice.name}: {'; '.join(choice.reasons)}" for name, choice in choices.items()}
         self.dispatchers: dict[str, Dispatcher] = {name: choice.dispatcher for name, choice in choices.items()}
         self.dispatchers["floor"] = LocalDispatcher()
 
-    def call(self, case: Case) -> None:
-        """Run one case once."""
+    def call(self, case: Case) -> list[Tensor]:
+        """Run one case once; returns what it is for: the output or the gradients."""
         floor = case.dispatcher == "floor"
         dispatcher = self.dispatchers[case.dispatcher]
-        ids_TK = self.local_ids_TK if floor else self.ids_TK
         num_experts = self.gate_up.shape[0] if floor else self.shape.experts
+        inputs = [self.tokens_TH, self.weights_TK, self.gate_up, self.down]
         with torch.set_grad_enabled(case.direction == "both"):
-            plans = dispatcher.plan(ids_TK, self.weights_TK.detach(), num_experts, case.chunks)
-            tensors = (self.tokens_TH, self.weights_TK, self.gate_up, self.down)
-            out_TH = chunked_experts(*tensors, dispatcher, plans, case.mode)  # type: ignore[arg-type]
+            weights_TK, ids_TK = self.weights_TK, self.local_ids_TK if floor else self.ids_TK
+            if case.what == "layer":
+                router_EH = self.router_EH[:num_experts]
+                scores_TE = (self.tokens_TH @ router_EH.t()).softmax(-1, dtype=torch.float32)
+                weights_TK, ids_TK = scores_TE.topk(self.shape.top_k, dim=-1)
+                inputs[1] = self.router_EH
+            plans = dispatcher.plan(ids_TK, weights_TK.detach(), num_experts, case.chunks)
+            out_TH = chunked_experts(
+                self.tokens_TH,
+                weights_TK,
+                self.gate_up,
+                self.down,
+                dispatcher,
+                plans,
+                case.mode,  # type: ignore[arg-type]
+            )
             if case.direction == "both":
-                torch.autograd.grad(out_TH, tensors, self.grad_TH)
+                return list(torch.autograd.grad(out_TH, inputs, self.grad_TH))
+        return [out_TH]
 
     def flops(self, case: Case) -> float:
         """Useful floating-point operations a rank: three matrices a row, twice more in backward; recompute does not count."""
@@ -171,7 +198,7 @@ def _measure(setup: _Setup, cases: list[Case], arguments: argparse.Namespace) ->
         for case in cases:
             _trace(setup, case, arguments.out)
     floors = {
-        (case.direction, case.mode): statistics.median(t)
+        (case.what, case.direction, case.mode): statistics.median(t)
         for case, t in zip(cases, times, strict=True)
         if case.dispatcher == "floor"
     }
@@ -184,7 +211,7 @@ def _measure(setup: _Setup, cases: list[Case], arguments: argparse.Namespace) ->
                 **asdict(case),
                 "ms": median,
                 "ms_quartiles": [quartiles[0], quartiles[2]],
-                "times_floor": median / floors[case.direction, case.mode],
+                "times_floor": median / floors[case.what, case.direction, case.mode],
                 "tflops": setup.flops(case) / median / 1e9,
                 **case_memory,
             }
@@ -213,26 +240,27 @@ def _milliseconds(setup: _Setup, case: Case) -> float:
 
 
 def _memory(setup: _Setup, case: Case) -> dict[str, float]:
-    """Peaks of one call above what was there before it: the largest over ranks, in GiB; zeros on a CPU."""
+    """Peaks of one call above what was there before it, and what of it is the result: largest over ranks, in GiB."""
     if setup.device.type != "cuda":
         setup.call(case)
-        return {"allocated_gib": 0.0, "reserved_gib": 0.0, "alloc_retries": 0.0}
+        return {"allocated_gib": 0.0, "result_gib": 0.0, "reserved_gib": 0.0, "alloc_retries": 0.0}
     setup.call(case)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     retries = torch.cuda.memory_stats()["num_alloc_retries"]
-    setup.call(case)
+    result = setup.call(case)
     torch.cuda.synchronize()
     peaks = [
         (torch.cuda.max_memory_allocated() - before) / 2**30,
+        sum(tensor.untyped_storage().nbytes() for tensor in result) / 2**30,
         (torch.cuda.max_memory_reserved() - reserved) / 2**30,
         float(torch.cuda.memory_stats()["num_alloc_retries"] - retries),
     ]
     largest = torch.tensor(peaks, device=setup.device, dtype=torch.float64)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
-    return dict(zip(("allocated_gib", "reserved_gib", "alloc_retries"), largest.tolist(), strict=True))
+    return dict(zip(("allocated_gib", "result_gib", "reserved_gib", "alloc_retries"), largest.tolist(), strict=True))
 
 
 def _trace(setup: _Setup, case: Case, folder: str) -> None:
