@@ -39,8 +39,8 @@ def table(result: dict[str, Any]) -> str:
         low, high = row["ms_quartiles"]
         lines.append(
             f"{row['what']:<6} {row['direction']:<9} {row['mode']:<9} {row['dispatcher']:<11} {row['chunks']:>6}"
-            f" {row['ms']:>8.3f} {low:>7.3f}-{high:<7.3f} {row['times_floor']:>8.3f} {row['tflops']:>8.1f} {row['allocated_gib']:>9.3f}"
-            f" {row['result_gib']:>12.3f} {row['reserved_gib']:>9.3f}"
+            f" {row['ms']:>8.3f} {low:>7.3f}-{high:<7.3f} {row['times_floor']:>8.3f} {row['tflops']:>8.1f}"
+            f" {row['allocated_gib']:>9.3f} {row['result_gib']:>12.3f} {row['reserved_gib']:>9.3f}"
         )
     return "\n".join(lines)
 
