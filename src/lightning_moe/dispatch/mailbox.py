@@ -41,19 +41,16 @@ class Mailbox:
         self._rank, self._size, self._timeout, self._turn = group.rank(), group.size(), timeout, 0
         path: list[str | None] = [_make(8 * 2 * self._size * WORDS) if self._rank == 0 else None]
         dist.broadcast_object_list(path, group=group, group_src=0)
+        words = _open(path[0], 2 * self._size * WORDS)
         opened: list[bool] = [False] * self._size
-        dist.all_gather_object(opened, path[0] is not None and Path(path[0]).exists(), group)
-        if all(opened):
-            assert path[0] is not None
-            words = torch.from_file(path[0], shared=True, size=2 * self._size * WORDS, dtype=torch.int64)
-            self._words = words.view(2, self._size, WORDS)
-        dist.barrier(group)
+        dist.all_gather_object(opened, words is not None, group)
         if self._rank == 0 and path[0] is not None:
             os.unlink(path[0])  # the memory lives as long as somebody has it mapped
-        if not all(opened):
+        if words is None or not all(opened):
             raise OSError(
                 f"ranks {[rank for rank, here in enumerate(opened) if not here]} do not share memory with rank 0"
             )
+        self._words = words.view(2, self._size, WORDS)
 
     def all_gather(self, numbers: Tensor) -> Tensor:
         """Every rank's numbers.
@@ -89,6 +86,15 @@ class Mailbox:
                     " failed, or they do not call the same layers in the same order."
                 )
             time.sleep(0)  # let other threads of this process run
+
+
+def _open(path: str | None, num_words: int) -> Tensor | None:
+    if path is None or not Path(path).exists():
+        return None
+    try:
+        return torch.from_file(path, shared=True, size=num_words, dtype=torch.int64)
+    except RuntimeError:
+        return None
 
 
 def _make(num_bytes: int) -> str | None:
