@@ -9,7 +9,8 @@ import torch.distributed as dist
 from helpers.processes import run
 from lightning_moe.dispatch import DISPATCHERS, LocalDispatcher, select_dispatcher
 from lightning_moe.dispatch.all_to_all import AllToAllDispatcher
-from lightning_moe.dispatch.select import check_dispatcher_name
+from lightning_moe.dispatch.select import _delivers, check_dispatcher_name
+from lightning_moe.dispatch.transport import CollectiveTransport
 
 
 def choices_in_groups_of_one_and_two() -> dict:
@@ -50,15 +51,56 @@ def test_the_size_of_the_group_decides_and_a_name_overrides():
         assert "there is no GPU" in message
 
 
+class Stale(CollectiveTransport):
+    """Rank 0 finds the rows of the first exchange in every later one."""
+
+    first = None
+
+    def exchange(self, way, traffic, outbox, inbox):
+        super().exchange(way, traffic, outbox, inbox)
+        self.first = inbox.clone() if self.first is None else self.first
+        if dist.get_rank() == 0:
+            inbox.copy_(self.first)
+
+
+class Swapped(CollectiveTransport):
+    """Brings the rows in another order than that of their sources."""
+
+    def exchange(self, way, traffic, outbox, inbox):
+        super().exchange(way, traffic, outbox, inbox)
+        inbox.copy_(inbox.flip(0))
+
+
+class Short(CollectiveTransport):
+    """Leaves out the last byte of each row."""
+
+    def exchange(self, way, traffic, outbox, inbox):
+        super().exchange(way, traffic, outbox, inbox)
+        inbox[:, -1] = 255
+
+
+def self_checks() -> list[bool]:
+    group = dist.group.WORLD
+    return [_delivers(kind(group), group, torch.device("cpu")) for kind in (CollectiveTransport, Stale, Swapped, Short)]
+
+
+def test_the_self_check_of_a_transport_sees_what_is_wrong():
+    """A rank that finds nothing wrong with its own rows says so: the verdict is that of all."""
+    assert run(self_checks, 3) == [[True, False, False, False], [True, True, False, False], [True, True, False, False]]
+
+
 @pytest.mark.parametrize("name", ["", "Auto", "nccl", None])
 def test_an_unknown_name_is_refused_with_the_known_ones(name):
-    with pytest.raises(
-        ValueError, match=r"`dispatcher` to be one of 'auto', 'local', 'nvlink', 'all_to_all' but got"
-    ) as error:
+    with pytest.raises(ValueError, match=r"`dispatcher` to be one of 'auto', .* but got") as error:
         check_dispatcher_name(name)
-    assert repr(name) in str(error.value)
+    assert all(repr(known) in str(error.value) for known in DISPATCHERS)
+    assert str(error.value).endswith(f"but got {name!r}.")
 
 
 @pytest.mark.parametrize("name", DISPATCHERS)
 def test_a_known_name_passes(name):
     check_dispatcher_name(name)
+
+
+def test_these_names_are_known():
+    assert {"auto", "local", "nvlink", "all_to_all"} <= set(DISPATCHERS)

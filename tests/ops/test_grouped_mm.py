@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lightning_moe.ops.grouped_mm import Groups, grouped_mm, weight_gradient
+from lightning_moe.ops.grouped_mm import Groups, grouped_mm, grouped_mm_swiglu, weight_gradient
+from lightning_moe.ops.swiglu import swiglu
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 COUNTS = [(5, 0, 7, 1), (0, 0, 13, 0), (0, 0, 0, 0), (3,), (1, 1, 1, 1)]
@@ -14,7 +15,7 @@ ALIGNED, UNALIGNED = (32, 24), (5, 3)
 
 
 def groups_of(counts):
-    return Groups(tuple(counts), torch.tensor(counts).cumsum(0).int())
+    return Groups(sum(counts), torch.tensor(counts).cumsum(0).int())
 
 
 def operands(counts, width_in: int, width_out: int, dtype, seed: int = 0):
@@ -22,6 +23,13 @@ def operands(counts, width_in: int, width_out: int, dtype, seed: int = 0):
     rows_RN = torch.randn(sum(counts), width_in, generator=generator).to(dtype)
     weight_eMN = torch.randn(len(counts), width_out, width_in, generator=generator).to(dtype)
     return rows_RN, weight_eMN, generator
+
+
+def product(rows_RN, weight_eNM, groups):
+    """In a buffer that holds something else before."""
+    out_RM = rows_RN.new_full((rows_RN.shape[0], weight_eNM.shape[2]), float("nan"))
+    grouped_mm(rows_RN, weight_eNM, groups, out_RM)
+    return out_RM
 
 
 def assert_rounded_once(actual, exact, size, num_terms: int, out_dtype) -> None:
@@ -49,8 +57,7 @@ def test_each_expert_multiplies_its_own_rows(counts, widths, dtype):
         [rows_RN[r].double().abs() @ w.double().abs().t() for r, w in zip(groups.slices(), weight_eMN, strict=True)]
     )
     for weight_eNM in (weight_eMN.mT, weight_eMN.mT.contiguous()):
-        out_RM = grouped_mm(rows_RN, weight_eNM, groups)
-        assert out_RM.shape == exact_RM.shape
+        out_RM = product(rows_RN, weight_eNM, groups)
         assert_rounded_once(out_RM, exact_RM, size_RM, widths[0], dtype)
 
 
@@ -72,7 +79,7 @@ def test_operands_of_width_one(shape, dtype):
     exact_RM = rows_RN.double() @ weight_eMN[0].double().t()
     size_RM = rows_RN.double().abs() @ weight_eMN[0].double().abs().t()
     for weight_eNM in (weight_eMN.mT, weight_eMN.mT.contiguous()):
-        out_RM = grouped_mm(rows_RN, weight_eNM, groups_of((num_rows, 0)))
+        out_RM = product(rows_RN, weight_eNM, groups_of((num_rows, 0)))
         assert_rounded_once(out_RM, exact_RM, size_RM, width_in, dtype)
 
 
@@ -92,8 +99,39 @@ def test_the_native_kernel_is_taken_where_it_serves(counts, widths, dtype, expec
     native = F.grouped_mm
     monkeypatch.setattr(F, "grouped_mm", lambda *args, **options: calls.append(1) or native(*args, **options))
     rows_RN, weight_eMN, _ = operands(counts, *widths, dtype)
-    grouped_mm(rows_RN, weight_eMN.mT, groups_of(counts))
+    product(rows_RN, weight_eMN.mT, groups_of(counts))
     assert len(calls) == expected
+
+
+@pytest.mark.parametrize("saved", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("widths", [ALIGNED, UNALIGNED[::-1]], ids=str)
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+def test_the_activation_is_that_of_the_product(counts, widths, dtype, saved):
+    """Bit for bit, whether or not the product itself is asked for."""
+    hidden, width = widths
+    rows_RH, gate_up_e2FH, generator = operands(counts, hidden, 2 * width, dtype)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    weights_R = torch.rand(sum(counts), generator=generator).to(wide)
+    act_RF, expected_RF = torch.full((2, sum(counts), width), float("nan"), dtype=dtype).unbind(0)
+    gate_up_R2F = torch.full((sum(counts), 2 * width), float("nan"), dtype=dtype) if saved else None
+    grouped_mm_swiglu(rows_RH, gate_up_e2FH, weights_R, groups_of(counts), act_RF, gate_up_R2F)
+    expected_R2F = product(rows_RH, gate_up_e2FH.mT, groups_of(counts))
+    swiglu(expected_R2F, weights_R, expected_RF)
+    assert torch.equal(act_RF, expected_RF)
+    if gate_up_R2F is not None:
+        assert torch.equal(gate_up_R2F, expected_R2F)
+
+
+def test_products_may_be_rows_of_larger_buffers():
+    """As chunks are of one buffer: nothing around them is written, with the native kernel and without."""
+    for dtype in (torch.float32, torch.float64):
+        rows_RN, weight_eMN, _ = operands((2, 0, 3), 8, 12, dtype)
+        around = torch.full((9, 12), -7.0, dtype=dtype)
+        grouped_mm(rows_RN, weight_eMN.mT, groups_of((2, 0, 3)), around[2:7])
+        assert torch.equal(around[2:7], product(rows_RN, weight_eMN.mT, groups_of((2, 0, 3))))
+        around[2:7] = -7.0
+        assert (around == -7.0).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -56,7 +56,7 @@ class Mailbox:
         """Every rank's numbers.
 
         Args:
-            numbers: int32 on the CPU, not negative, of the same shape on every rank.
+            numbers: int32 on the CPU, at least one, not negative, of the same shape on every rank.
 
         Returns:
             int64, with a dimension for the ranks before the others.

@@ -22,10 +22,12 @@ MIN_ROUNDS = 64  # tiles of a program that its schedule has room for; a power of
 
 
 def serves(out_eMN: Tensor, grad_RM: Tensor, rows_RN: Tensor, total_eMN: Tensor | None) -> bool:
-    """Whether the kernel takes these: contiguous, widths of whole vectors, rows in 16-bit floats, on a Hopper GPU."""
+    """Whether the kernel takes these: contiguous, in whole vectors, rows in 16-bit floats, on a Hopper GPU."""
     return (
         grad_RM.dtype == rows_RN.dtype != torch.float32
-        and all(x.is_contiguous() and x.shape[-1] % 16 == 0 for x in (out_eMN, grad_RM, rows_RN))
+        and all(
+            x.is_contiguous() and x.shape[-1] % 16 == 0 and x.data_ptr() % 16 == 0 for x in (out_eMN, grad_RM, rows_RN)
+        )
         and (total_eMN is None or (total_eMN.is_contiguous() and total_eMN.dtype == torch.float32))
         and is_hopper(out_eMN.device)
     )

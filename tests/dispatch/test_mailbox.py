@@ -1,0 +1,121 @@
+"""Numbers between the processes of one host: all arrive, in turn, whoever is late; and who never comes is named."""
+
+from __future__ import annotations
+
+import random
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from helpers.processes import run
+from lightning_moe.dispatch import mailbox
+from lightning_moe.dispatch.mailbox import WORDS, Mailbox
+from lightning_moe.dispatch.transport import CollectiveTransport
+
+SHAPES = [(1,), (2, 3), (4, 2, 5), (WORDS,), (WORDS + 1,), (3, WORDS)]
+MOST = 2**31 - 1
+
+
+def numbers(rank: int, turn: int) -> torch.Tensor:
+    """Zeros, small ones, and the largest that there are."""
+    generator = torch.Generator().manual_seed(100 * turn + rank)
+    drawn = torch.randint(-2, 5, SHAPES[turn % len(SHAPES)], dtype=torch.int32, generator=generator)
+    return torch.where(drawn < 0, MOST, drawn)
+
+
+def gather_many(num_turns: int) -> int:
+    """Ranks are late in turn, or not at all, and now and then one runs ahead as far as it can."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    box, rng = Mailbox(dist.group.WORLD, timedelta(seconds=30)), random.Random(rank)
+    for turn in range(num_turns):
+        if rng.random() < 0.2:
+            time.sleep(0.01 * rng.random())
+        heard = box.all_gather(numbers(rank, turn))
+        assert heard.dtype == torch.int64
+        assert heard.tolist() == torch.stack([numbers(peer, turn) for peer in range(size)]).tolist(), turn
+    return num_turns
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_each_turn_brings_every_ranks_numbers(num_ranks):
+    assert run(gather_many, num_ranks, 140) == [140] * num_ranks
+
+
+def two_groups() -> list[list[list[int]]]:
+    """Mailboxes of several groups do not meet; the two of one rank are used in turn."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    pair, everyone = pairs[dist.get_rank() // 2], dist.group.WORLD
+    boxes = [Mailbox(group, timedelta(seconds=30)) for group in (pair, everyone)]
+    return [box.all_gather(torch.tensor([dist.get_rank()])).flatten().tolist() for box in boxes * 3]
+
+
+def test_each_group_has_its_own():
+    all_of_them = [0, 1, 2, 3]
+    assert run(two_groups, 4) == [[pair, all_of_them] * 3 for pair in ([0, 1], [0, 1], [2, 3], [2, 3])]
+
+
+def stay_away() -> str:
+    box = Mailbox(dist.group.WORLD, timedelta(seconds=0.5))
+    box.all_gather(torch.tensor([7]))
+    if dist.get_rank() == 1:
+        return "away"
+    try:
+        box.all_gather(torch.tensor([7]))
+    except TimeoutError as error:
+        return str(error)
+    return "heard"
+
+
+def test_who_does_not_tell_is_named():
+    """Though what it told a turn ago is still there."""
+    first, second, third = run(stay_away, 3)
+    assert second == "away"
+    assert "Ranks [1] of" in first
+    assert first == third
+
+
+def open_apart(whose_memory: str) -> str:
+    """As if the last rank were on another host, or there were no room for the memory."""
+    if whose_memory == "nobody's":
+        mailbox._make = lambda num_bytes: None
+    elif dist.get_rank() == dist.get_world_size() - 1:
+        Path.exists = lambda path: False
+    try:
+        Mailbox(dist.group.WORLD, timedelta(seconds=5))
+    except OSError as error:
+        return str(error)
+    return "opened"
+
+
+@pytest.mark.parametrize(("whose_memory", "ranks"), [("the others'", "[2]"), ("nobody's", "[0, 1, 2]")])
+def test_all_ranks_hear_that_one_cannot_share_memory(whose_memory, ranks):
+    expected = f"ranks {ranks} do not share memory with rank 0"
+    assert run(open_apart, 3, whose_memory) == [expected] * 3
+
+
+def files_left() -> bool:
+    paths = []
+    make = mailbox._make
+    mailbox._make = lambda num_bytes: paths.append(make(num_bytes)) or paths[-1]
+    box = Mailbox(dist.group.WORLD, timedelta(seconds=30))
+    assert len(paths) == (dist.get_rank() == 0)
+    box.all_gather(torch.tensor([1]))
+    return any(Path(path).exists() for path in paths)
+
+
+def test_no_file_is_left():
+    assert run(files_left, 2) == [False, False]
+
+
+def tell_by_collective() -> list:
+    told = torch.arange(6, dtype=torch.int32).view(1, 2, 3) + 10 * dist.get_rank()
+    return CollectiveTransport(dist.group.WORLD).tell(told).wait()
+
+
+def test_a_collective_tells_the_same():
+    expected = [[[[10 * r, 10 * r + 1, 10 * r + 2], [10 * r + 3, 10 * r + 4, 10 * r + 5]]] for r in range(3)]
+    assert run(tell_by_collective, 3) == [expected] * 3
