@@ -12,6 +12,7 @@ import argparse
 import statistics
 import time
 from dataclasses import asdict, dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -69,13 +70,13 @@ class Case:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``bench op``."""
     cuda = torch.cuda.is_available()
-    parser.add_argument("--shape", choices=SHAPES, default="A" if cuda else "toy")
+    parser.add_argument("--shape", nargs="+", choices=SHAPES, default=["A" if cuda else "toy"])
     parser.add_argument("--ep", type=int, default=2, help="expert-parallel ranks")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if cuda else "cpu")
     parser.add_argument("--dispatchers", nargs="+", choices=DISPATCHERS, default=["auto"])
     parser.add_argument("--chunks", nargs="+", type=int, default=[1, 2, 4], help="1 is native expert parallelism")
     parser.add_argument("--modes", nargs="+", choices=ROUTED_MODES, default=["none", "full"])
-    parser.add_argument("--routing", choices=["balanced", "zipf"], default="balanced")
+    parser.add_argument("--routing", nargs="+", choices=["balanced", "zipf"], default=["balanced"])
     parser.add_argument("--layer", action="store_true", help="time the whole layer with its router too")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--out", help="folder for the JSON and the chart")
@@ -91,7 +92,6 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _rank(device: torch.device, arguments: argparse.Namespace) -> None:
-    shape = SHAPES[arguments.shape]
     cases = [
         Case(what, dispatcher, chunks, mode, direction)
         for what in (["op", "layer"] if arguments.layer else ["op"])
@@ -99,21 +99,22 @@ def _rank(device: torch.device, arguments: argparse.Namespace) -> None:
         for dispatcher in ["floor", *arguments.dispatchers]
         for chunks in ([1] if dispatcher == "floor" else arguments.chunks)
     ]
-    setup = _Setup(shape, arguments.routing, device, arguments.dispatchers)
-    rows = _measure(setup, cases, arguments)
-    if dist.get_rank() == 0:
-        result = {
-            "benchmark": "op",
-            "shape": arguments.shape,
-            **asdict(shape),
-            "expert_parallel_size": dist.get_world_size(),
-            "routing": arguments.routing,
-            "repeats": arguments.repeats,
-            "dispatchers": setup.reasons,
-            "environment": environment(device),
-            "rows": rows,
-        }
-        write(result, arguments.out)
+    for shape, routing in product(arguments.shape, arguments.routing):
+        setup = _Setup(SHAPES[shape], routing, device, arguments.dispatchers)
+        rows = _measure(setup, cases, arguments)
+        if dist.get_rank() == 0:
+            result = {
+                "benchmark": "op",
+                "shape": shape,
+                **asdict(SHAPES[shape]),
+                "expert_parallel_size": dist.get_world_size(),
+                "routing": routing,
+                "repeats": arguments.repeats,
+                "dispatchers": setup.reasons,
+                "environment": environment(device),
+                "rows": rows,
+            }
+            write(result, arguments.out)
 
 
 class _Setup:
