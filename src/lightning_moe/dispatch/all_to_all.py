@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
@@ -19,24 +19,24 @@ from lightning_moe.dispatch.base import Arriving, Leaving, Place, Plan, nothing
 from lightning_moe.dispatch.bundle import columns, empty, row_bytes
 from lightning_moe.dispatch.local import Places, Rows, order_of_own
 from lightning_moe.dispatch.schedule import schedule
-from lightning_moe.dispatch.transport import COMBINE, DISPATCH, Traffic, Transport
+from lightning_moe.dispatch.transport import COMBINE, DISPATCH, Telling, Traffic, Transport
 from lightning_moe.ops.routing import chunk_slices, count_needs, place_copies
 from lightning_moe.ops.rows import RowMap, gather, reduce
 
 
-class AllToAllDispatcher:
-    """See :class:`~lightning_moe.dispatch.base.Dispatcher`.
+class Planner:
+    """The plan of every dispatcher between several ranks; its route is a :class:`Route`.
 
     Args:
-        group: The expert-parallel group. Its timeout bounds every wait.
-        transport: Moves the packed rows between the ranks of this group.
+        group: The expert-parallel group.
+        tell: As :meth:`~lightning_moe.dispatch.transport.Transport.tell`.
 
     """
 
-    def __init__(self, group: dist.ProcessGroup, transport: Transport) -> None:
+    def __init__(self, group: dist.ProcessGroup, tell: Callable[[Tensor], Telling]) -> None:
         self.size = group.size()
         self.rank = group.rank()
-        self.transport = transport
+        self._tell = tell
 
     def plan(
         self,
@@ -51,7 +51,7 @@ class AllToAllDispatcher:
         experts = range(self.rank * num_local, (self.rank + 1) * num_local)
         units = chunk_slices(num_tokens, num_units)
         tokens_of = [slice(units[chunk.units.start].start, units[chunk.units.stop - 1].stop) for chunk in chunks]
-        heard = self.transport.tell(count_needs(ids_TK, num_experts, self.size, num_units))
+        heard = self._tell(count_needs(ids_TK, num_experts, self.size, num_units))
         # the device sorts the first chunk's rows, if it has them, while the host waits
         ids_TK, first = ids_TK.int(), tokens_of[0]
         order = None if chunks[0].peers else order_of_own(ids_TK[first], weights_TK[first], experts)
@@ -68,7 +68,7 @@ class AllToAllDispatcher:
             if chunk.peers:
                 traffic = _peers([tokens_P for tokens_P, _ in counts_P2P])
                 num_received = sum(row[self.rank] for row in traffic)
-                route = _Route(copies_TJ, tokens, traffic, num_received, sum(traffic[self.rank]))
+                route = Route(copies_TJ, tokens, traffic, num_received, sum(traffic[self.rank]))
                 num_rows, num_sorted = num_rows + num_received, num_sorted + sum(slots_P) - slots_P[self.rank]
                 num_summed = min(max(num_written - tokens.start, 0), num_tokens)
             elif any(plan.route for plan in plans):
@@ -78,6 +78,20 @@ class AllToAllDispatcher:
             order = order.cut(num_sorted) if order is not None and not plans else None
             plans.append(Plan(tokens, ids_TK[tokens], num_rows, experts, num_sorted, num_summed, order, route))
         return plans
+
+
+class AllToAllDispatcher(Planner):
+    """See :class:`~lightning_moe.dispatch.base.Dispatcher`.
+
+    Args:
+        group: The expert-parallel group. Its timeout bounds every wait.
+        transport: Moves the packed rows between the ranks of this group.
+
+    """
+
+    def __init__(self, group: dist.ProcessGroup, transport: Transport) -> None:
+        super().__init__(group, transport.tell)
+        self.transport = transport
 
     def arriving(self, plan: Plan, tokens: Sequence[Tensor]) -> Arriving:
         if plan.route is None:
@@ -135,7 +149,8 @@ class _Copies:
         return place_copies(self.ids_TK, self.num_experts, self.num_ranks, self.rank, self.num_travels)
 
 
-class _Route(NamedTuple):
+@dataclass
+class Route:
     """The rows of a chunk that travel; where it also takes own ones, those come after the peers', one for each token.
 
     Args:
@@ -144,6 +159,7 @@ class _Route(NamedTuple):
         traffic: Rows from each rank to each other one.
         num_received: Rows that come to this rank, sorted by peer.
         num_sent: Rows that leave it, sorted by peer.
+        handle: What a dispatcher found out about this route and needs again.
 
     """
 
@@ -152,6 +168,7 @@ class _Route(NamedTuple):
     traffic: Traffic
     num_received: int
     num_sent: int
+    handle: Any = None
 
     @property
     def copies(self) -> RowMap:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,10 +15,11 @@ from torch.distributed.constants import default_pg_timeout
 
 from lightning_moe.dispatch.all_to_all import AllToAllDispatcher
 from lightning_moe.dispatch.base import Dispatcher
+from lightning_moe.dispatch.deep_ep import SIZES, DeepEPDispatcher
 from lightning_moe.dispatch.local import LocalDispatcher
 from lightning_moe.dispatch.transport import COMBINE, DISPATCH, CollectiveTransport, NVLinkTransport, Transport
 
-DispatcherName = Literal["auto", "local", "nvlink", "all_to_all"]
+DispatcherName = Literal["auto", "local", "nvlink", "deep_ep", "all_to_all"]
 DISPATCHERS: tuple[str, ...] = get_args(DispatcherName)
 
 
@@ -41,7 +43,8 @@ def select_dispatcher(
 
     Args:
         name: One of :data:`DISPATCHERS`. ``"auto"`` takes the first that fits of ``local`` (one rank holds all experts),
-            ``nvlink`` (all ranks' GPUs can read each other's memory) and ``all_to_all`` (any group).
+            ``nvlink`` (all ranks' GPUs can read each other's memory), ``deep_ep`` (those of 2, 4 or 8 ranks, and DeepEP is
+            installed) and ``all_to_all`` (any group).
         group: The expert-parallel group.
         device: This rank's device.
         timeout: How long a rank waits for its peers; that of ``torch.distributed`` where it is not given.
@@ -80,18 +83,8 @@ def _local(group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -
 
 
 def _nvlink(group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> tuple[Dispatcher, str]:
-    if device.type != "cuda":
-        raise Unfit("there is no GPU")
-    if group.size() == 1:
-        raise Unfit("there is no other rank")
-    hosts: list[tuple[str, int]] = [("", 0)] * group.size()
-    dist.all_gather_object(hosts, (socket.gethostname(), device.index), group)
-    if len({host for host, _ in hosts}) > 1:
-        raise Unfit("the group spans several hosts")
-    peers = [index for _, index in hosts if index != device.index]
-    readable = all(torch.cuda.can_device_access_peer(device, peer) for peer in peers)
-    if not _all_agree(readable, group, device):
-        raise Unfit("the GPUs cannot read each other's memory")
+    _check_gpus(group, device)
+    _check_peer_access(group, device)
     try:
         transport = NVLinkTransport(group, device, timeout)
     except OSError as error:  # every rank raises it
@@ -106,6 +99,33 @@ def _nvlink(group: dist.ProcessGroup, device: torch.device, timeout: timedelta) 
     return AllToAllDispatcher(group, transport), f"all_to_all over {transport.name}"
 
 
+def _deep_ep(group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> tuple[Dispatcher, str]:
+    _check_gpus(group, device)
+    if group.size() not in SIZES:
+        raise Unfit(f"it serves {', '.join(map(str, SIZES))} ranks, and there are {group.size()}")
+    errors: list[str | None] = [None] * group.size()
+    dist.all_gather_object(errors, _import_error("deep_ep"), group)
+    without = {rank: error for rank, error in enumerate(errors) if error is not None}
+    if without:
+        raise Unfit(
+            f"the package `deep_ep` cannot be imported on ranks {list(without)} ({next(iter(without.values()))}); it is built"
+            " from https://github.com/deepseek-ai/DeepEP"
+        )
+    _check_peer_access(group, device)
+    try:
+        dispatcher = DeepEPDispatcher(group, device, timeout)
+    except OSError as error:  # every rank raises it
+        raise Unfit(str(error)) from error
+    problem = "its self-check failed"
+    try:
+        works = _brings_back(dispatcher, group, device)
+    except (AssertionError, ImportError, RuntimeError) as error:  # as above
+        works, problem = False, f"DeepEP failed: {error}"
+    if not _all_agree(works, group, device):
+        raise Unfit(problem)
+    return dispatcher, "DeepEP"
+
+
 def _all_to_all(group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> tuple[Dispatcher, str]:
     transport = CollectiveTransport(group)
     return AllToAllDispatcher(group, transport), f"all_to_all over {transport.name}"
@@ -114,9 +134,36 @@ def _all_to_all(group: dist.ProcessGroup, device: torch.device, timeout: timedel
 _MAKERS: dict[str, Callable[[dist.ProcessGroup, torch.device, timedelta], tuple[Dispatcher, str]]] = {
     "local": _local,
     "nvlink": _nvlink,
+    "deep_ep": _deep_ep,
     "all_to_all": _all_to_all,
 }
 """Fastest first."""
+
+
+def _check_gpus(group: dist.ProcessGroup, device: torch.device) -> None:
+    if device.type != "cuda":
+        raise Unfit("there is no GPU")
+    if group.size() == 1:
+        raise Unfit("there is no other rank")
+
+
+def _check_peer_access(group: dist.ProcessGroup, device: torch.device) -> None:
+    hosts: list[tuple[str, int]] = [("", 0)] * group.size()
+    dist.all_gather_object(hosts, (socket.gethostname(), device.index), group)
+    if len({host for host, _ in hosts}) > 1:
+        raise Unfit("the group spans several hosts")
+    peers = [index for _, index in hosts if index != device.index]
+    readable = all(torch.cuda.can_device_access_peer(device, peer) for peer in peers)
+    if not _all_agree(readable, group, device):
+        raise Unfit("the GPUs cannot read each other's memory")
+
+
+def _import_error(package: str) -> str | None:
+    try:
+        importlib.import_module(package)
+    except ImportError as error:
+        return str(error)
+    return None
 
 
 def _all_agree(verdict: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -139,3 +186,24 @@ def _delivers(transport: Transport, group: dist.ProcessGroup, device: torch.devi
         transport.exchange(way, traffic, outbox, inbox)
         arrived.append((inbox == (4 * sources + turn).unsqueeze(1)).all())
     return bool(torch.stack(arrived).all())
+
+
+def _brings_back(dispatcher: Dispatcher, group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Send a token of each rank to every rank and the rows back as they are; twice, as the second finds what the first left."""
+    size, rank = group.size(), group.rank()
+    ids_TK = torch.arange(size, device=device).unsqueeze(0)
+    (plan,) = dispatcher.plan(ids_TK, torch.ones_like(ids_TK, dtype=torch.float32), size, 1)
+    sources = torch.tensor([*(peer for peer in range(size) if peer != rank), rank], device=device)
+    right = []
+    for turn in (1, 2):
+        tokens_TH = torch.full((1, 256), turn + rank, dtype=torch.bfloat16, device=device)
+        back_TH = torch.empty_like(tokens_TH)
+        arriving = dispatcher.arriving(plan, [tokens_TH])
+        dispatcher.dispatch(plan, [tokens_TH], arriving)
+        (rows_NH,) = arriving.rows
+        leaving = dispatcher.leaving(plan, [back_TH])
+        for place in leaving.places:
+            place.out[0].copy_(rows_NH[place.rows])
+        dispatcher.combine(plan, leaving, [back_TH])
+        right += [(rows_NH == (turn + sources).unsqueeze(1)).all(), (back_TH == size * tokens_TH).all()]
+    return bool(torch.stack(right).all())

@@ -42,7 +42,8 @@ class ChunkedEPStrategy(ExpertParallel, PytorchParallelStrategy, FabricParallelS
         num_chunks: Chunks that each process's tokens are cut into in an MoE layer; while one computes, the next is
             dispatched and the last one combined. 1 is expert parallelism without overlap.
         dispatcher: What moves the tokens: ``"local"`` (one process holds all experts), ``"nvlink"`` (copies between GPUs of one
-            host), ``"all_to_all"`` (gloo or NCCL), or ``"auto"``, the first of these that fits.
+            host), ``"deep_ep"`` (DeepEP between them, in bfloat16), ``"all_to_all"`` (gloo or NCCL), or ``"auto"``, the first
+            of these that fits.
         recompute: What backward computes again instead of keeping it: ``"none"``, ``"full"``, or a ``RecomputePolicy``.
         reshard_after_forward: Free a layer's gathered parameters after its forward, and gather them again in backward.
         save_distributed_checkpoint: Save a folder with one file for each process (``True``) or a single file.
