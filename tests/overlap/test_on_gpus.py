@@ -50,8 +50,10 @@ def results_of_a_rank(name: str) -> dict[str, dict[str, float]]:
 
 
 @two_gpus
-@pytest.mark.parametrize("name", ["nvlink", "all_to_all"])
+@pytest.mark.parametrize("name", ["nvlink", "deep_ep", "all_to_all"])
 def test_chunks_are_as_exact_as_native_expert_parallelism_and_repeat_bit_for_bit(name):
+    if name == "deep_ep":
+        pytest.importorskip("deep_ep", exc_type=ImportError)
     for found in run(results_of_a_rank, 2, name, device="cuda"):
         native = found["1 none"]
         for way, result in found.items():

@@ -19,7 +19,7 @@ from lightning_moe.dispatch.base import Arriving, Leaving, Place, Plan, nothing
 from lightning_moe.dispatch.bundle import columns, empty, row_bytes
 from lightning_moe.dispatch.local import Places, Rows, order_of_own
 from lightning_moe.dispatch.schedule import schedule
-from lightning_moe.dispatch.transport import COMBINE, DISPATCH, Telling, Traffic, Transport
+from lightning_moe.dispatch.transport import COMBINE, DISPATCH, Told, Traffic, Transport
 from lightning_moe.ops.routing import chunk_slices, count_needs, place_copies
 from lightning_moe.ops.rows import RowMap, gather, reduce
 
@@ -33,7 +33,7 @@ class Planner:
 
     """
 
-    def __init__(self, group: dist.ProcessGroup, tell: Callable[[Tensor], Telling]) -> None:
+    def __init__(self, group: dist.ProcessGroup, tell: Callable[[Tensor], Told]) -> None:
         self.size = group.size()
         self.rank = group.rank()
         self._tell = tell

@@ -22,6 +22,7 @@ from lightning_moe.dispatch.base import Arriving, HostCopy, Leaving, Place, Plan
 from lightning_moe.dispatch.bundle import columns, empty, row_bytes
 from lightning_moe.dispatch.local import Places, Rows
 from lightning_moe.dispatch.mailbox import Mailbox
+from lightning_moe.dispatch.transport import Told
 
 SIZES = (2, 4, 8)  # ranks of a group that DeepEP serves on one host
 
@@ -83,7 +84,7 @@ class DeepEPDispatcher(Planner):
             settings = DeepEPSettings.of(group.size(), torch.cuda.get_device_properties(device).multi_processor_count)
         self._buffer = _BufferV1(group, settings)
         mailbox = Mailbox(group, timeout)
-        super().__init__(group, lambda counts: _Told(HostCopy(counts), mailbox))
+        super().__init__(group, lambda counts: Told(HostCopy(counts), mailbox))
 
     def arriving(self, plan: Plan, tokens: Sequence[Tensor]) -> Arriving:
         messages = _messages(tokens)
@@ -191,16 +192,6 @@ class _BufferV1:
             self._buffer = self._library.Buffer(self._group, of_nvlink, 0, explicitly_destroy=True)
             self._row_bytes = num_bytes
         return self._buffer
-
-
-class _Told(NamedTuple):
-    """Counts on their way to this host, and from there to the other ranks'."""
-
-    copy: HostCopy
-    mailbox: Mailbox
-
-    def wait(self) -> list[Any]:
-        return list(self.mailbox.all_gather(self.copy.wait()).tolist())
 
 
 class _Arriving(NamedTuple):

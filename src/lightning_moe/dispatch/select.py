@@ -37,7 +37,11 @@ class Unfit(Exception):
 
 
 def select_dispatcher(
-    name: str, group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None = None
+    name: str,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    timeout: timedelta | None = None,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> Choice:
     """Pick the dispatcher of an expert-parallel group; collective over it.
 
@@ -48,6 +52,7 @@ def select_dispatcher(
         group: The expert-parallel group.
         device: This rank's device.
         timeout: How long a rank waits for its peers; that of ``torch.distributed`` where it is not given.
+        dtype: Of the hidden states that will travel.
 
     Raises:
         ValueError: The name is unknown, or that dispatcher cannot serve this group.
@@ -57,7 +62,7 @@ def select_dispatcher(
     passed_over = []
     for candidate in _MAKERS if name == "auto" else (name,):
         try:
-            dispatcher, title = _MAKERS[candidate](group, device, timeout or default_pg_timeout)
+            dispatcher, title = _MAKERS[candidate](group, device, timeout or default_pg_timeout, dtype)
         except Unfit as reason:
             passed_over.append(f"not {candidate}, since {reason}")
         else:
@@ -76,13 +81,17 @@ def check_dispatcher_name(name: str) -> None:
         raise ValueError(f"Expected argument `dispatcher` to be one of {names} but got {name!r}.")
 
 
-def _local(group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> tuple[Dispatcher, str]:
+def _local(
+    group: dist.ProcessGroup, device: torch.device, timeout: timedelta, dtype: torch.dtype
+) -> tuple[Dispatcher, str]:
     if group.size() > 1:
         raise Unfit(f"the experts live on {group.size()} ranks")
     return LocalDispatcher(), "local"
 
 
-def _nvlink(group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> tuple[Dispatcher, str]:
+def _nvlink(
+    group: dist.ProcessGroup, device: torch.device, timeout: timedelta, dtype: torch.dtype
+) -> tuple[Dispatcher, str]:
     _check_gpus(group, device)
     _check_peer_access(group, device)
     try:
@@ -99,8 +108,12 @@ def _nvlink(group: dist.ProcessGroup, device: torch.device, timeout: timedelta) 
     return AllToAllDispatcher(group, transport), f"all_to_all over {transport.name}"
 
 
-def _deep_ep(group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> tuple[Dispatcher, str]:
+def _deep_ep(
+    group: dist.ProcessGroup, device: torch.device, timeout: timedelta, dtype: torch.dtype
+) -> tuple[Dispatcher, str]:
     _check_gpus(group, device)
+    if dtype != torch.bfloat16:
+        raise Unfit(f"it sums rows of torch.bfloat16, and these are {dtype}")
     if group.size() not in SIZES:
         raise Unfit(f"it serves {', '.join(map(str, SIZES))} ranks, and there are {group.size()}")
     errors: list[str | None] = [None] * group.size()
@@ -126,12 +139,14 @@ def _deep_ep(group: dist.ProcessGroup, device: torch.device, timeout: timedelta)
     return dispatcher, "DeepEP"
 
 
-def _all_to_all(group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> tuple[Dispatcher, str]:
+def _all_to_all(
+    group: dist.ProcessGroup, device: torch.device, timeout: timedelta, dtype: torch.dtype
+) -> tuple[Dispatcher, str]:
     transport = CollectiveTransport(group)
     return AllToAllDispatcher(group, transport), f"all_to_all over {transport.name}"
 
 
-_MAKERS: dict[str, Callable[[dist.ProcessGroup, torch.device, timedelta], tuple[Dispatcher, str]]] = {
+_MAKERS: dict[str, Callable[[dist.ProcessGroup, torch.device, timedelta, torch.dtype], tuple[Dispatcher, str]]] = {
     "local": _local,
     "nvlink": _nvlink,
     "deep_ep": _deep_ep,

@@ -25,11 +25,16 @@ DISPATCH, COMBINE = 0, 1
 """Ways: each has its own outbox, since the next chunk is packed while the last one leaves."""
 
 
-class Telling(Protocol):
-    """Numbers that are being told."""
+class Told(NamedTuple):
+    """Numbers on their way to the host, and from there to other ranks' hosts if they are not all ranks' already."""
+
+    copy: HostCopy
+    mailbox: Mailbox | None
 
     def wait(self) -> list[Any]:
-        """Those of every rank, nested as the tensors are."""
+        numbers = self.copy.wait()
+        told: list[Any] = (numbers if self.mailbox is None else self.mailbox.all_gather(numbers)).tolist()
+        return told
 
 
 class Transport(Protocol):
@@ -39,7 +44,7 @@ class Transport(Protocol):
     def name(self) -> str:
         """As the report shows it."""
 
-    def tell(self, counts: Tensor) -> Telling:
+    def tell(self, counts: Tensor) -> Told:
         """Tell every rank's host some int32 numbers, as many on each rank; issues work that it does not wait for."""
 
     def outbox(self, way: int, traffic: Traffic, like: Tensor) -> Tensor:
@@ -69,10 +74,10 @@ class CollectiveTransport:
         self._rank = group.rank()
         self.name = dist.get_backend(group)
 
-    def tell(self, counts: Tensor) -> Telling:
+    def tell(self, counts: Tensor) -> Told:
         heard = counts.new_empty(self._group.size(), *counts.shape)
         dist.all_gather(list(heard.unbind(0)), counts, self._group)
-        return _Heard(HostCopy(heard), None)
+        return Told(HostCopy(heard), None)
 
     def outbox(self, way: int, traffic: Traffic, like: Tensor) -> Tensor:
         return like.new_empty(sum(traffic[self._rank]), like.shape[1])
@@ -110,8 +115,8 @@ class NVLinkTransport:
         # one stream a peer, so that copies from several peers run at once
         self._streams = [torch.cuda.Stream(device, priority=-1) for _ in self._peers[1:]]  # type: ignore[no-untyped-call]
 
-    def tell(self, counts: Tensor) -> Telling:
-        return _Heard(HostCopy(counts), self._mailbox)
+    def tell(self, counts: Tensor) -> Told:
+        return Told(HostCopy(counts), self._mailbox)
 
     def outbox(self, way: int, traffic: Traffic, like: Tensor) -> Tensor:
         width = like.shape[1]
@@ -162,18 +167,6 @@ class NVLinkTransport:
     def _settle(self) -> None:
         torch.cuda.synchronize(self._device)
         dist.barrier(self._group, device_ids=[self._device.index])
-
-
-class _Heard(NamedTuple):
-    """Numbers on their way to the host, and from there to other ranks' hosts if they are not all ranks' already."""
-
-    copy: HostCopy
-    mailbox: Mailbox | None
-
-    def wait(self) -> list[Any]:
-        numbers = self.copy.wait()
-        told: list[Any] = (numbers if self.mailbox is None else self.mailbox.all_gather(numbers)).tolist()
-        return told
 
 
 _GRAIN = 2 << 20  # bytes; symmetric memory is mapped in pages of 2 MiB
