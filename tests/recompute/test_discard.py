@@ -423,6 +423,32 @@ def test_without_a_hook_the_regions_own_backward_rebuilds():
     assert_bitwise(*grads)
 
 
+@pytest.mark.parametrize("reader", ["nobody", "caller", "consumer"])
+@pytest.mark.parametrize("hooked", [False, True])
+def test_an_output_that_nobody_reads_is_not_computed_again(reader, hooked):
+    """A sum keeps none of its terms: backward then needs what the function saved, and not what it computes after that."""
+
+    def train_sum(c, log):
+        x, shared = tokens(), seeded(SharedExperts, HIDDEN, 12)
+        shared.down_proj.register_forward_hook(lambda *_: log.append("down"))
+        y = c.checkpoint(shared, x)
+        out = x + y if reader != "consumer" else x + y * y
+        c.discard_output()
+        if hooked or reader == "consumer":
+            c.register_recompute_hook(out)
+        held = y if reader == "caller" else None
+        del y
+        out.square().sum().backward()
+        return gradients(x, shared), held
+
+    log: list[str] = []
+    actual, held = train_sum(DiscardOutputCheckpoint(), log)
+    expected, value = train_sum(Plain(), [])
+    assert_bitwise(actual, expected)
+    assert held is None or torch.equal(held, value)
+    assert len(log) == (1 if reader == "nobody" else 2)
+
+
 def test_without_discarding_it_is_an_ordinary_checkpoint():
     c, x, calls = DiscardOutputCheckpoint(), tokens(), Calls(lambda t: t.sin().sin())
     c.checkpoint(calls, x).square().sum().backward()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -32,7 +32,8 @@ class DiscardOutputCheckpoint:
     :meth:`checkpoint` runs the function, :meth:`discard_output` frees its output once the last consumer has run, and
     :meth:`register_recompute_hook` names the tensor whose gradient brings it back. A consumer that saved the output must lie
     upstream of that tensor; where none did, an addition say, the hook may be left out, and the function is run again when its
-    own backward begins. Reading the output while it is gone is an error, in forward and in backward.
+    own backward begins. Reading the output while it is gone is an error, in forward and in backward. Where nobody holds the
+    output any more, it does not come back: the function runs again only as far as its own backward needs it to.
 
     Under ``no_grad``, for a module in eval mode, and where nothing needs a gradient, ``checkpoint`` just calls the function and
     the other two do nothing. Inside another checkpoint's recomputation, nothing is freed.
@@ -229,25 +230,39 @@ class _Region:
         self.unread, self.rebuilt = self.rebuilt or {}, None
 
     def rebuild(self, node: Any) -> None:
-        args, again = self.arguments(node), []
+        args, again, leaves = self.arguments(node), [], []
+        wanted = [gone for gone in self.discarded if self.is_held(gone)]
 
         def keep(tensor: Tensor) -> Tensor:
             again.append(tensor.detach())
+            if len(again) == len(self.saved) and not wanted:
+                raise _EnoughError  # what is left of the function would compute an output that nobody reads
             return again[-1]
 
-        with self.surroundings.restored(), torch.enable_grad(), saved_tensors_hooks(keep, lambda tensor: tensor):
+        with (
+            suppress(_EnoughError),
+            self.surroundings.restored(),
+            torch.enable_grad(),
+            saved_tensors_hooks(keep, lambda tensor: tensor),
+        ):
             leaves = tree_leaves(self.fn(*args))
-        storages = [leaves[gone.leaf].untyped_storage() for gone in self.discarded]
+        storages = [leaves[gone.leaf].untyped_storage() for gone in wanted]
         del leaves  # with the second graph, so that nothing else uses the storages
         sizes = [storage.nbytes() for storage in storages]
-        if sizes != [gone.nbytes for gone in self.discarded] or self.saved != [(t.shape, t.dtype) for t in again]:
+        if sizes != [gone.nbytes for gone in wanted] or self.saved != [(t.shape, t.dtype) for t in again]:
             raise RuntimeError(
                 f"{self.name}, run again in backward, did not do the same: tensors differ in number or shape."
             )
-        for gone, storage in zip(self.discarded, storages, strict=True):
+        for gone, storage in zip(wanted, storages, strict=True):
             _move(storage, gone.alias.untyped_storage())
         self.undo.close()
         self.discarded, self.rebuilt = [], dict(enumerate(again))
+
+    def is_held(self, gone: _Discarded) -> bool:
+        """Whether anybody but this region could still read an output: a consumer that saved it or a view of it, or a caller."""
+        storage = gone.alias.untyped_storage()
+        own = sum(other.alias.untyped_storage()._cdata == storage._cdata for other in self.discarded)
+        return bool(torch._C._storage_Use_Count(storage._cdata) > own + 1)  # the one is `storage` itself
 
     def arguments(self, node: Any) -> Any:
         try:
@@ -316,6 +331,10 @@ class _DiscardedOutput(Tensor):
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"<discarded output of shape {tuple(self.shape)}>"
+
+
+class _EnoughError(Exception):
+    """Everything that backward reads has been computed."""
 
 
 _TENSOR = object()  # stands for a tensor among a region's arguments
