@@ -37,6 +37,8 @@ class Shape:
     tokens: int
 
 
+SEED = 0  # each rank adds its own number
+
 SHAPES = {
     "A": Shape(2048, 768, 128, 8, 32768),  # Qwen3-30B-A3B
     "B": Shape(4096, 1536, 128, 8, 16384),  # Qwen3-235B-A22B
@@ -110,6 +112,7 @@ def _rank(device: torch.device, arguments: argparse.Namespace) -> None:
                 "expert_parallel_size": dist.get_world_size(),
                 "routing": routing,
                 "repeats": arguments.repeats,
+                "seed": SEED,
                 "dispatchers": setup.reasons,
                 "environment": environment(device),
                 "rows": rows,
@@ -125,7 +128,7 @@ class _Setup:
         assert group is not None
         self.shape, self.device, self.size = shape, device, dist.get_world_size()
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        generator = torch.Generator(device).manual_seed(dist.get_rank())
+        generator = torch.Generator(device).manual_seed(SEED + dist.get_rank())
         options: dict[str, Any] = {"device": device, "generator": generator}
         local = shape.experts // self.size
         self.tokens_TH = torch.randn(shape.tokens, shape.hidden, **options).to(dtype).requires_grad_()
@@ -135,7 +138,7 @@ class _Setup:
         self.down = (torch.randn(local, shape.hidden, shape.ffn, **options) * 0.02).to(dtype).requires_grad_()
         popularity = torch.ones(shape.experts) if routing == "balanced" else 1 / torch.arange(1.0, shape.experts + 1)
         if routing == "zipf":  # popular experts should not all live on rank 0
-            popularity = popularity[torch.randperm(shape.experts, generator=torch.Generator().manual_seed(0))]
+            popularity = popularity[torch.randperm(shape.experts, generator=torch.Generator().manual_seed(SEED))]
         self.ids_TK = _draw(popularity, shape, **options)
         self.local_ids_TK = (
             self.ids_TK // self.size if shape.top_k > local else _draw(popularity[:local], shape, **options)

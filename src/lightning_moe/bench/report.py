@@ -46,28 +46,38 @@ def table(result: dict[str, Any]) -> str:
 
 
 def chart(result: dict[str, Any], path: Path) -> None:
-    """Bars of time by case, one panel for each direction and mode, the floor as a line."""
+    """Bars of time by chunks and dispatcher, a panel for each direction and mode, the floor as a line."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    panels = list(dict.fromkeys((row["what"], row["direction"], row["mode"]) for row in result["rows"]))
-    figure, axes = plt.subplots(1, len(panels), figsize=(4.2 * len(panels), 3.6), squeeze=False)
-    for axis, panel in zip(axes[0], panels, strict=True):
-        rows = [row for row in result["rows"] if (row["what"], row["direction"], row["mode"]) == panel]
-        bars = [row for row in rows if row["dispatcher"] != "floor"]
-        axis.bar(
-            [f"{row['dispatcher']}\n{row['chunks']}" for row in bars], [row["ms"] for row in bars], color="#4878a8"
-        )
-        for row in rows:
-            if row["dispatcher"] == "floor":
-                axis.axhline(row["ms"], color="#c44e52", linestyle="--", label="floor: no communication")
-        axis.set_title(f"{panel[0]}: {panel[1]}, recompute {panel[2]}", fontsize=10)
-        axis.set_ylabel("ms, slowest rank")
-        axis.legend(fontsize=8, loc="lower right")
+    kinds = list(dict.fromkeys(row["what"] for row in result["rows"]))
+    panels = list(dict.fromkeys((row["direction"], row["mode"]) for row in result["rows"]))
+    dispatchers = [name for name in dict.fromkeys(row["dispatcher"] for row in result["rows"]) if name != "floor"]
+    chunks = sorted({row["chunks"] for row in result["rows"]})
+    size = (3.6 * len(panels), 2.8 * len(kinds) + 0.4)
+    figure, axes = plt.subplots(len(kinds), len(panels), figsize=size, squeeze=False, sharey="col")
+    for kind, line in zip(kinds, axes, strict=True):
+        for (direction, mode), axis in zip(panels, line, strict=True):
+            rows = [
+                row for row in result["rows"] if (row["what"], row["direction"], row["mode"]) == (kind, direction, mode)
+            ]
+            for place, name in enumerate(dispatchers):
+                times = {row["chunks"]: row["ms"] for row in rows if row["dispatcher"] == name}
+                width = 0.8 / len(dispatchers)
+                axis.bar([chunks.index(n) + place * width for n in times], times.values(), width, label=name)
+            axis.axhline(next(row["ms"] for row in rows if row["dispatcher"] == "floor"), color="black", linestyle="--")
+            axis.set_xticks([i + 0.4 - 0.4 / len(dispatchers) for i in range(len(chunks))], [f"n={n}" for n in chunks])
+            axis.set_title(f"{kind}: {direction}, recompute {mode}", fontsize=9)
+    for line in axes:
+        line[0].set_ylabel("ms, slowest rank")
+    axes[0][0].legend(fontsize=7, loc="lower right", title="dashed: the floor", title_fontsize=7)
     figure.suptitle(
-        f"shape {result['shape']}, EP {result['expert_parallel_size']}, {result['environment']['device']}", fontsize=10
+        f"shape {result['shape']}, EP {result['expert_parallel_size']}, {result['routing']} routing,"
+        f" {result['environment']['device']}",
+        fontsize=10,
     )
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=100)
+    plt.close(figure)
