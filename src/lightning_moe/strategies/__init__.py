@@ -44,7 +44,8 @@ class ChunkedEPStrategy(ExpertParallel, PytorchParallelStrategy, FabricParallelS
         dispatcher: What moves the tokens: ``"local"`` (one process holds all experts), ``"nvlink"`` (copies between GPUs of one
             host), ``"deep_ep"`` (DeepEP between them, in bfloat16), ``"all_to_all"`` (gloo or NCCL), or ``"auto"``, the first
             of these that fits.
-        recompute: What backward computes again instead of keeping it: ``"none"``, ``"full"``, or a ``RecomputePolicy``.
+        recompute: What backward computes again instead of keeping it: ``"none"``, ``"selective"``, ``"full"``, a list of names
+            such as ``["norm", "moe_act"]``, or a ``RecomputePolicy``.
         reshard_after_forward: Free a layer's gathered parameters after its forward, and gather them again in backward.
         save_distributed_checkpoint: Save a folder with one file for each process (``True``) or a single file.
         weights_only: What ``torch.load`` is told for the part of a checkpoint that is neither model nor optimizer, where the
