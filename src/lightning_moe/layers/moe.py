@@ -59,6 +59,11 @@ class MoELayer(nn.Module):
         """Decide on the whole local batch, once: chunks are slices of this, and no recompute repeats it."""
         return Routing(*self.router(tokens_TH))
 
+    @property
+    def has_shared_experts(self) -> bool:
+        """Whether :meth:`share` gives anything."""
+        return self.shared_experts is not None
+
     def share(self, tokens_TH: Tensor) -> Tensor | None:
         """The shared experts' part, ``None`` where the layer has none."""
         if self.shared_experts is None:

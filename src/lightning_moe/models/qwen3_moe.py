@@ -21,6 +21,7 @@ class Qwen3MoELayer(MoELayer):
         nn.Module.__init__(self)
         self.experts = experts  # in Hugging Face's order: optimizers' state dicts know parameters by position
         self.gate = gate
+        self.shared_experts = None
 
     @classmethod
     def from_hf(cls, block: Any) -> Qwen3MoELayer:
@@ -41,9 +42,6 @@ class Qwen3MoELayer(MoELayer):
 
     def route(self, tokens_TH: Tensor) -> Routing:
         return Routing(*self.gate(tokens_TH))
-
-    def share(self, tokens_TH: Tensor) -> None:
-        return None
 
 
 def stacked_experts(hf_experts: Any) -> GroupedExperts:

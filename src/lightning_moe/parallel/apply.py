@@ -16,6 +16,7 @@ from lightning_moe.layers import GroupedExperts
 from lightning_moe.models import FAMILIES, Block, swap_blocks
 from lightning_moe.parallel.checks import edp_dim, refuse_wrapped
 from lightning_moe.parallel.mesh import MoEMesh
+from lightning_moe.parallel.recompute import recompute_in_backward
 from lightning_moe.parallel.units import decoder_layers, sharded_modules
 from lightning_moe.recompute import RecomputePolicy
 
@@ -91,6 +92,7 @@ def parallelize(roots: Iterable[nn.Module], blocks: list[Block], how: Parallelis
             fully_shard(root, mesh=how.mesh.world, mp_policy=precision, reshard_after_forward=False)
         root.register_forward_hook(_reshard_if_no_backward_comes)
         _leave_inference_mode(root)
+    recompute_in_backward(roots, how.recompute)
 
 
 def _shard_experts(experts: GroupedExperts, how: Parallelism, precision: MixedPrecisionPolicy) -> None:

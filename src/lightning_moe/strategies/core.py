@@ -21,6 +21,7 @@ from lightning_moe.parallel.apply import Parallelism, find_blocks, parallelize, 
 from lightning_moe.parallel.checks import refuse_mixed_dtypes, refuse_sizes
 from lightning_moe.parallel.materialize import materialize
 from lightning_moe.parallel.mesh import MoEMesh, check_expert_parallel_size, resolve_expert_parallel_size
+from lightning_moe.parallel.recompute import count_parts, refuse_recompute
 from lightning_moe.parallel.units import decoder_layers, sharded_modules
 from lightning_moe.recompute import RecomputePolicy
 from lightning_moe.strategies.report import Report
@@ -80,7 +81,7 @@ class ExpertParallel:
         expert_parallel_size: int | Literal["auto"] = "auto",
         num_chunks: int = 2,
         dispatcher: DispatcherName = "auto",
-        recompute: str | RecomputePolicy = "none",
+        recompute: str | list[str] | RecomputePolicy = "none",
         reshard_after_forward: bool = True,
         save_distributed_checkpoint: bool = True,
         weights_only: bool | None = None,
@@ -163,6 +164,7 @@ class ExpertParallel:
         self._check_precision(precision)
         blocks = find_blocks(module)
         refuse_mixed_dtypes(roots)
+        refuse_recompute(roots, self._settings.recompute)
         mesh = self._open_mesh(device.type, world_size, ranks_per_host, blocks)
         timeout: timedelta | None = self._arguments["timeout"]
         choice = select_dispatcher(self._settings.dispatcher, mesh.expert_parallel_group, device, timeout)
@@ -177,7 +179,8 @@ class ExpertParallel:
         keep_rotary_in_float32(module)
         parallelize(roots, blocks, how)
         materialize(module, device)
-        self.report = Report.of(blocks, how, sum(len(decoder_layers(root)) for root in roots), precision)
+        num_units, recomputed = sum(len(decoder_layers(root)) for root in roots), count_parts(roots, how.recompute)
+        self.report = Report.of(blocks, how, num_units, recomputed, precision)
         _refuse_save_pretrained(module)
         _DONE[module] = _Done(self._settings, precision, mesh, self.report)
         return True

@@ -15,12 +15,13 @@ class Report:
     rows: tuple[tuple[str, str], ...]
 
     @staticmethod
-    def of(blocks: list[Block], how: Parallelism, num_units: int, precision: str) -> Report:
+    def of(blocks: list[Block], how: Parallelism, num_units: int, recomputed: dict[str, int], precision: str) -> Report:
         ep_size = how.mesh.expert_parallel.size()
         kinds = sorted({block.kind for block in blocks})
         counts = sorted({block.layer.experts.num_experts for block in blocks})
         experts = ", ".join(f"{count} per block, {count // ep_size} on each rank" for count in counts)
         where = blocks[0].name if len(blocks) == 1 else f"{blocks[0].name} .. {blocks[-1].name}"
+        parts = [f"{name} ({count or 'this model has none'})" for name, count in recomputed.items()]
         return Report(
             (
                 ("mesh", str(how.mesh)),
@@ -29,7 +30,7 @@ class Report:
                 ("dispatcher", how.dispatcher.name),
                 *(("", reason) for reason in how.dispatcher.reasons),
                 ("chunks", f"{how.num_chunks}" + (" (no overlap)" if how.num_chunks == 1 else "")),
-                ("recompute", f"routed experts: {how.recompute.routed}"),
+                ("recompute", ", ".join([*parts, f"routed experts: {how.recompute.routed}"])),
                 ("dense parameters", f"FSDP2 over {how.mesh.world.size()} ranks, {num_units} decoder layers"),
                 ("precision", precision),
             )
