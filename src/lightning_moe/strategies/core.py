@@ -167,7 +167,8 @@ class ExpertParallel:
         refuse_recompute(roots, self._settings.recompute)
         mesh = self._open_mesh(device.type, world_size, ranks_per_host, blocks)
         timeout: timedelta | None = self._arguments["timeout"]
-        choice = select_dispatcher(self._settings.dispatcher, mesh.expert_parallel_group, device, timeout)
+        dtype = PARAM_DTYPES[precision] or blocks[0].layer.experts.gate_up_proj.dtype
+        choice = select_dispatcher(self._settings.dispatcher, mesh.expert_parallel_group, device, timeout, dtype)
         how = Parallelism(
             mesh,
             choice,
