@@ -11,9 +11,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import DynamicCache
 
 from helpers.decoder import Decoder
-from helpers.memory import kept_bytes
 from helpers.models import batch, loss_of, qwen3_moe
 from lightning_moe import RecomputePolicy
+from lightning_moe.bench.storages import kept_bytes
 from lightning_moe.dispatch import LocalDispatcher
 from lightning_moe.models import swap_blocks
 from lightning_moe.parallel.recompute import count_parts, recompute_in_backward, refuse_recompute

@@ -30,7 +30,10 @@ FLAVOURS = [
     [
         ({"num_chunks": 0}, "`num_chunks`.*at least 1.*got 0"),
         ({"num_chunks": 1.5}, "`num_chunks`.*got 1.5"),
-        ({"dispatcher": "carrier_pigeon"}, "`dispatcher`.*'auto', 'local', 'nvlink', 'deep_ep', 'all_to_all'.*'carrier_pigeon'"),
+        (
+            {"dispatcher": "carrier_pigeon"},
+            "`dispatcher`.*'auto', 'local', 'nvlink', 'deep_ep', 'all_to_all'.*'carrier_pigeon'",
+        ),
         ({"recompute": "sometimes"}, "`recompute`.*'none', 'selective', 'full'.*'sometimes'"),
         ({"expert_parallel_size": 0}, "`expert_parallel_size`.*positive integer.*got 0"),
         ({"expert_parallel_size": "all"}, "`expert_parallel_size`.*'auto'.*got 'all'"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from lightning_moe.bench import op
+from lightning_moe.bench import memory, op
 
 
 def main() -> None:
@@ -12,6 +12,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m lightning_moe.bench", description=__doc__)
     commands = parser.add_subparsers(required=True)
     op.add_arguments(commands.add_parser("op", help="one layer's routed experts: time and memory against the floor"))
+    memory.add_arguments(commands.add_parser("memory", help="recompute policies: memory and time of a training step"))
     arguments = parser.parse_args()
     arguments.run(arguments)
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_moe.bench.processes import environment, launch
-from lightning_moe.bench.report import write
+from lightning_moe.bench.report import chart, save, table
 from lightning_moe.dispatch import DISPATCHERS, Dispatcher, LocalDispatcher, select_dispatcher
 from lightning_moe.overlap import chunked_experts
 from lightning_moe.recompute.policy import ROUTED_MODES
@@ -117,7 +117,8 @@ def _rank(device: torch.device, arguments: argparse.Namespace) -> None:
                 "environment": environment(device),
                 "rows": rows,
             }
-            write(result, arguments.out)
+            print(table(result))
+            save(result, f"op-{shape}-ep{dist.get_world_size()}-{routing}", arguments.out, chart)
 
 
 class _Setup:

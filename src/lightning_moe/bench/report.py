@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 
-def write(result: dict[str, Any], folder: str | None) -> None:
-    """Print the table; with a folder, write ``op-<shape>-ep<n>-<routing>.json`` and, with matplotlib, a PNG beside it."""
-    print(table(result))
+def save(result: dict[str, Any], name: str, folder: str | None, draw: Callable[[dict[str, Any], Any], None]) -> None:
+    """With a folder, write ``<name>.json`` and, with matplotlib, what ``draw(result, figure)`` makes of it as a PNG."""
     if folder is None:
         return
-    name = f"{result['benchmark']}-{result['shape']}-ep{result['expert_parallel_size']}-{result['routing']}"
     path = Path(folder) / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
     print(f"wrote {path}")
     try:
-        chart(result, path.with_suffix(".png"))
-        print(f"wrote {path.with_suffix('.png')}")
+        from matplotlib.figure import Figure
     except ImportError:
         print("no chart: `pip install matplotlib` to have one")
+        return
+    figure = Figure(figsize=(11, 6 if result["benchmark"] == "op" else 3.4), layout="constrained")
+    draw(result, figure)
+    figure.savefig(path.with_suffix(".png"), dpi=100)
+    print(f"wrote {path.with_suffix('.png')}")
 
 
 def table(result: dict[str, Any]) -> str:
@@ -45,20 +48,15 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def chart(result: dict[str, Any], path: Path) -> None:
+def chart(result: dict[str, Any], figure: Any) -> None:
     """Bars of time by chunks and dispatcher, a panel for each direction and mode, the floor as a line."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     kinds = list(dict.fromkeys(row["what"] for row in result["rows"]))
     panels = list(dict.fromkeys((row["direction"], row["mode"]) for row in result["rows"]))
     dispatchers = [name for name in dict.fromkeys(row["dispatcher"] for row in result["rows"]) if name != "floor"]
-    chunks = sorted({row["chunks"] for row in result["rows"]})
-    size = (3.6 * len(panels), 2.8 * len(kinds) + 0.4)
-    figure, axes = plt.subplots(len(kinds), len(panels), figsize=size, squeeze=False, sharey="col")
+    chunks = sorted({row["chunks"] for row in result["rows"] if row["dispatcher"] != "floor"})
+    axes = figure.subplots(len(kinds), len(panels), squeeze=False, sharey="col")
     for kind, line in zip(kinds, axes, strict=True):
+        line[0].set_ylabel("ms, slowest rank")
         for (direction, mode), axis in zip(panels, line, strict=True):
             rows = [
                 row for row in result["rows"] if (row["what"], row["direction"], row["mode"]) == (kind, direction, mode)
@@ -70,14 +68,9 @@ def chart(result: dict[str, Any], path: Path) -> None:
             axis.axhline(next(row["ms"] for row in rows if row["dispatcher"] == "floor"), color="black", linestyle="--")
             axis.set_xticks([i + 0.4 - 0.4 / len(dispatchers) for i in range(len(chunks))], [f"n={n}" for n in chunks])
             axis.set_title(f"{kind}: {direction}, recompute {mode}", fontsize=9)
-    for line in axes:
-        line[0].set_ylabel("ms, slowest rank")
     axes[0][0].legend(fontsize=7, loc="lower right", title="dashed: the floor", title_fontsize=7)
     figure.suptitle(
         f"shape {result['shape']}, EP {result['expert_parallel_size']}, {result['routing']} routing,"
         f" {result['environment']['device']}",
         fontsize=10,
     )
-    figure.tight_layout()
-    figure.savefig(path, dpi=100)
-    plt.close(figure)
