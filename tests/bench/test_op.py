@@ -62,3 +62,14 @@ def test_a_trace_needs_a_folder():
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode != 0
     assert "`--trace` needs a folder" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [(["--ep", "3"], "shared out"), (["--chunks", "0"], "at least 1"), (["--repeats", "0"], "at least 1")],
+)
+def test_numbers_that_cannot_be_are_refused(options, said):
+    command = [sys.executable, "-m", "lightning_moe.bench", "op", "--device", "cpu", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode != 0
+    assert said in done.stderr

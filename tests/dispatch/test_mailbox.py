@@ -78,6 +78,47 @@ def test_who_does_not_tell_is_named():
     assert first == third
 
 
+def come_late() -> list[str]:
+    """Rank 1 sleeps over rank 0's patience; then both go on."""
+    box = Mailbox(dist.group.WORLD, timedelta(seconds=0.3 if dist.get_rank() == 0 else 5))
+    box.all_gather(torch.tensor([1]))
+    said = []
+    for turn in range(2):
+        if dist.get_rank() == 1 and turn == 0:
+            time.sleep(1)
+        try:
+            said.append(str(box.all_gather(torch.tensor([turn])).tolist()))
+        except TimeoutError as error:
+            said.append(str(error))
+    return said
+
+
+def test_after_a_timeout_numbers_of_different_calls_are_not_put_together():
+    first, second = run(come_late, 2)
+    assert "Ranks [1] of" in first[0]
+    assert "lost step" in first[1]
+    assert second[0] == "[[0], [0]]"  # rank 0 had told its number before it lost patience
+    assert "Ranks [0] of" in second[1]
+
+
+def go_ahead() -> str:
+    """Rank 0 writes as if it were a turn further."""
+    box = Mailbox(dist.group.WORLD, timedelta(seconds=20))
+    if dist.get_rank() == 0:
+        box._turn = 2
+    begin = time.monotonic()
+    try:
+        box.all_gather(torch.tensor([1]))
+    except TimeoutError as error:
+        return f"{time.monotonic() - begin < 10 or dist.get_rank() == 0} {error}"
+    return "heard"
+
+
+def test_a_rank_that_is_behind_is_told_so_at_once():
+    _, second = run(go_ahead, 2)
+    assert second.startswith("True Ranks [0] of the expert-parallel group went on without this one")
+
+
 def open_apart(whose_memory: str) -> str:
     """As if the last rank were on another host, or there were no room for the memory."""
     if whose_memory == "nobody's":

@@ -237,7 +237,7 @@ def test_top_k_out_of_range_is_refused(top_k):
 @pytest.mark.parametrize("num_chunks", [0, -2])
 def test_fewer_than_one_chunk_is_refused(num_chunks):
     experts = GroupedExperts(4, HIDDEN, WIDTH)
-    with pytest.raises(ValueError, match=rf"`num_chunks` to be at least 1 but got {num_chunks}"):
+    with pytest.raises(ValueError, match=rf"`num_chunks` to be an integer of at least 1 but got {num_chunks}"):
         experts.distribute(LocalDispatcher(), num_chunks=num_chunks)
     assert experts.num_chunks == 1
 
@@ -245,3 +245,27 @@ def test_fewer_than_one_chunk_is_refused(num_chunks):
 def test_router_and_experts_must_agree_on_their_number():
     with pytest.raises(ValueError, match="chooses between 16 experts, but there are 4.*`num_experts`"):
         MoELayer(TopKRouter(16, 16, 2), GroupedExperts(4, 16, 8))
+
+
+@pytest.mark.parametrize(("tokens", "weights", "ids"), [(6, (5, 2), (5, 2)), (5, (5, 3), (5, 2)), (5, (4, 2), (5, 2))])
+def test_tokens_and_routing_that_do_not_belong_together_are_refused(tokens, weights, ids):
+    experts = GroupedExperts(4, 8, 8)
+    with pytest.raises(ValueError, match=r"\[T, K\], but got"):
+        experts(torch.randn(tokens, 8), torch.rand(weights), torch.zeros(ids, dtype=torch.int64))
+
+
+def test_autocast_leaves_float64_alone():
+    experts = GroupedExperts(4, 8, 8).double()
+    tokens_TH, weights_TK = torch.randn(5, 8, dtype=torch.float64), torch.rand(5, 2, dtype=torch.float64)
+    ids_TK = torch.tensor([[0, 1]] * 5)
+    expected = experts(tokens_TH, weights_TK, ids_TK)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(experts(tokens_TH, weights_TK, ids_TK), expected)
+
+
+def test_tokens_whose_columns_lie_together_give_rows_that_do():
+    experts = GroupedExperts(4, 8, 8)
+    columns_HT, weights_TK, ids_TK = torch.randn(8, 5), torch.rand(5, 2), torch.tensor([[0, 1]] * 5)
+    out_TH = experts(columns_HT.t(), weights_TK, ids_TK)
+    assert out_TH.is_contiguous()
+    torch.testing.assert_close(out_TH, experts(columns_HT.t().contiguous(), weights_TK, ids_TK))

@@ -50,11 +50,9 @@ def test_each_expert_multiplies_its_own_rows(counts, widths, dtype):
     """Both with a transposed view, as forward calls it, and with a contiguous tensor, as backward does."""
     rows_RN, weight_eMN, _ = operands(counts, *widths, dtype)
     groups = groups_of(counts)
-    exact_RM = torch.cat(
-        [rows_RN[r].double() @ w.double().t() for r, w in zip(groups.slices(), weight_eMN, strict=True)]
-    )
+    exact_RM = torch.cat([rows_RN[r].double() @ w.double().t() for r, w in zip(groups.slices, weight_eMN, strict=True)])
     size_RM = torch.cat(
-        [rows_RN[r].double().abs() @ w.double().abs().t() for r, w in zip(groups.slices(), weight_eMN, strict=True)]
+        [rows_RN[r].double().abs() @ w.double().abs().t() for r, w in zip(groups.slices, weight_eMN, strict=True)]
     )
     for weight_eNM in (weight_eMN.mT, weight_eMN.mT.contiguous()):
         out_RM = product(rows_RN, weight_eNM, groups)
@@ -144,7 +142,7 @@ def test_weight_gradients_are_added_to_what_is_there(counts, widths, dtype):
     before_eMN = torch.randn(weight_eMN.shape, generator=generator).to(total_dtype)
     total_eMN = before_eMN.clone()
     weight_gradient(total_eMN, grad_RM, rows_RN, groups_of(counts), total_eMN)
-    for expert, rows in enumerate(groups_of(counts).slices()):
+    for expert, rows in enumerate(groups_of(counts).slices):
         if rows.start == rows.stop:
             assert torch.equal(total_eMN[expert], before_eMN[expert])
         grad_MR, rows_rN = grad_RM[rows].double().t(), rows_RN[rows].double()
@@ -162,7 +160,7 @@ def test_bf16_gradients_of_many_chunks_are_rounded_once():
         rows_RN, _, generator = operands(counts, 32, 24, torch.bfloat16, seed=chunk)
         grad_RM = torch.randn(sum(counts), 24, generator=generator).bfloat16()
         weight_gradient(total_eMN, grad_RM, rows_RN, groups_of(counts), total_eMN)
-        for expert, rows in enumerate(groups_of(counts).slices()):
+        for expert, rows in enumerate(groups_of(counts).slices):
             grad_MR, rows_rN = grad_RM[rows].double().t(), rows_RN[rows].double()
             exact_eMN[expert] += grad_MR @ rows_rN
             size_eMN[expert] += grad_MR.abs() @ rows_rN.abs()
@@ -181,7 +179,7 @@ def test_chunks_in_one_buffer_and_over_totals_give_one_gradient(widths, dtype):
     grad_RM = torch.randn(len(rows_RN), widths[1], generator=generator).to(dtype)
     groups = groups_of([count for chunk in chunks for count in chunk])
     exact_eMN, size_eMN = torch.zeros(2, *weight_eMN.shape, dtype=torch.float64).unbind(0)
-    for group, rows in enumerate(groups.slices()):
+    for group, rows in enumerate(groups.slices):
         exact_eMN[group % 3] += scale * grad_RM[rows].double().t() @ rows_RN[rows].double()
         size_eMN[group % 3] += scale * grad_RM[rows].double().abs().t() @ rows_RN[rows].double().abs()
 
@@ -199,4 +197,4 @@ def test_chunks_in_one_buffer_and_over_totals_give_one_gradient(widths, dtype):
 
 
 def test_groups_know_their_rows():
-    assert groups_of((2, 0, 3)).slices() == [slice(0, 2), slice(2, 2), slice(2, 5)]
+    assert groups_of((2, 0, 3)).slices == [slice(0, 2), slice(2, 2), slice(2, 5)]

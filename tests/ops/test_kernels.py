@@ -422,7 +422,7 @@ def assert_weight_gradient(kernels, counts, sides, dtype, total: str, place=lamb
     )
     exact_eMN = torch.zeros_like(before_eMN).double() if total_eMN is None else before_eMN.double()
     size_eMN = exact_eMN.abs()
-    for group, rows in enumerate(groups.slices()):
+    for group, rows in enumerate(groups.slices):
         grad_MR, rows_rN = grad_RM[rows].double().t(), rows_RN[rows].double()
         exact_eMN[group % num_experts] += grad_MR @ rows_rN
         size_eMN[group % num_experts] += grad_MR.abs() @ rows_rN.abs()
@@ -469,7 +469,7 @@ def assert_multiplied(kernels, counts, sides, dtype, by_n: bool) -> None:
 
 
 def assert_products(out_RN, rows_RK, weight_eKN, groups) -> None:
-    for weight_KN, rows in zip(weight_eKN.double(), groups.slices(), strict=True):
+    for weight_KN, rows in zip(weight_eKN.double(), groups.slices, strict=True):
         exact_rN, size_rN = rows_RK[rows].double() @ weight_KN, rows_RK[rows].double().abs() @ weight_KN.abs()
         info = torch.finfo(out_RN.dtype)
         rounding_rN = info.eps / 2 * 1.01 * exact_rN.abs().clamp(min=info.tiny)
@@ -839,3 +839,23 @@ def test_weight_gradients_over_chunks_on_a_gpu(counts, sides, dtype):
         outs.append(out_eMN.cpu())
     torch.testing.assert_close(*totals, rtol=1e-4, atol=1e-3)
     torch.testing.assert_close(*outs, rtol=1e-2, atol=1e-2)
+
+
+def test_operands_whose_columns_lie_together_are_served_by_torch():
+    """The kernels take rows side by side; the public operations take any."""
+    copies_MJ = torch.tensor([[0, 2], [1, -1]], dtype=torch.int32, device=DEVICE)
+    row_map = RowMap(copies_MJ, 3)
+    source_MX, copies_RX = torch.randn(2, 64, device=DEVICE), torch.randn(3, 64, device=DEVICE)
+    gathered_RX, sums_MX = torch.full((64, 3), NAN, device=DEVICE).t(), torch.full((64, 2), NAN, device=DEVICE).t()
+    gather(source_MX, row_map, gathered_RX)
+    reduce(copies_RX, row_map, sums_MX)
+    assert torch.equal(gathered_RX, source_MX[[0, 1, 0]])
+    torch.testing.assert_close(sums_MX, torch.stack([copies_RX[0] + copies_RX[2], copies_RX[1]]))
+    ids_NK = torch.tensor([[1, 0], [0, 2], [2, 1]], dtype=torch.int32, device=DEVICE)
+    weights_NK = torch.rand(3, 2, device=DEVICE)
+    orders = [Order.empty(3, 2, 3, 6, weights_NK) for _ in range(2)]
+    sort_by_expert(ids_NK, weights_NK, 0, orders[0])
+    sort_by_expert(ids_NK.t().contiguous().t(), weights_NK, 0, orders[1])
+    one, other = orders
+    assert torch.equal(one.by_expert.copies_MJ, other.by_expert.copies_MJ)
+    assert torch.equal(one.weights_R, other.weights_R)

@@ -174,7 +174,7 @@ def test_bf16_weight_gradients_are_rounded_once_whatever_the_chunks(num_chunks):
         swiglu_backward(grad_act_RF, gate_up_R2F, order.weights_R, grad_gate_up_R2F)
         pairs = {"down": (grad_out_RH, kept.act_RF[place]), "gate_up": (grad_gate_up_R2F, kept.rows_RH[place])}
         for name, (left, right) in pairs.items():
-            for expert, rows in enumerate(order.groups.slices()):
+            for expert, rows in enumerate(order.groups.slices):
                 left_MR, right_RN = SCALE * left[rows].double().t(), right[rows].double()
                 exact[name][expert] += left_MR @ right_RN
                 size[name][expert] += left_MR.abs() @ right_RN.abs()

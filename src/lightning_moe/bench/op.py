@@ -2,8 +2,9 @@
 
 The op starts from expert ids and routing weights and ends with the combined output; *layer* rows time its router with it. The
 forward and backward of a row share one timing. *Floor* is the same number of rows per rank on the ``local`` dispatcher, so
-that communication is free: what remains is gather, grouped GEMMs, activation and reduce. A row's time is that of the slowest
-rank, the median over repetitions in which all rows take turns.
+that communication is free: what remains is gather, grouped GEMMs, activation and reduce. With skewed routing a rank may have
+more rows than that, so its time over the floor shows the imbalance too. A row's time is that of the slowest rank, the median
+over repetitions in which all rows take turns.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import statistics
 import time
 from dataclasses import asdict, dataclass
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -90,6 +92,15 @@ def run(arguments: argparse.Namespace) -> None:
     """Measure, print, write."""
     if arguments.trace and not arguments.out:
         raise SystemExit("`--trace` needs a folder to write to: give `--out` too.")
+    if min(*arguments.chunks, arguments.repeats) < 1:
+        raise SystemExit("`--chunks` and `--repeats` must be at least 1.")
+    for name in arguments.shape:
+        if SHAPES[name].experts % arguments.ep:
+            raise SystemExit(
+                f"The {SHAPES[name].experts} experts of shape {name} cannot be shared out between `--ep` ranks evenly."
+            )
+    if arguments.out:
+        Path(arguments.out).mkdir(parents=True, exist_ok=True)
     launch(_rank, arguments.ep, arguments.device, arguments)
 
 
@@ -103,7 +114,10 @@ def _rank(device: torch.device, arguments: argparse.Namespace) -> None:
     ]
     for shape, routing in product(arguments.shape, arguments.routing):
         setup = _Setup(SHAPES[shape], routing, device, arguments.dispatchers)
-        rows = _measure(setup, cases, arguments)
+        rows = _measure(setup, cases, arguments.repeats)
+        if arguments.trace:
+            for case in cases:
+                _trace(setup, case, f"{arguments.out}/trace-{shape}-{routing}")
         if dist.get_rank() == 0:
             result = {
                 "benchmark": "op",
@@ -191,17 +205,14 @@ def _draw(popularity_E: Tensor, shape: Shape, device: torch.device, generator: t
     return scores_TE.topk(shape.top_k, dim=1).indices
 
 
-def _measure(setup: _Setup, cases: list[Case], arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def _measure(setup: _Setup, cases: list[Case], repeats: int) -> list[dict[str, Any]]:
     memory = [_memory(setup, case) for case in cases]  # the first calls, so they warm up too
     for case in cases:
         setup.call(case)
     times: list[list[float]] = [[] for _ in cases]
-    for _ in range(arguments.repeats):
+    for _ in range(repeats):
         for case, case_times in zip(cases, times, strict=True):
             case_times.append(_milliseconds(setup, case))
-    if arguments.trace:
-        for case in cases:
-            _trace(setup, case, arguments.out)
     floors = {
         (case.what, case.direction, case.mode): statistics.median(t)
         for case, t in zip(cases, times, strict=True)
@@ -245,7 +256,10 @@ def _milliseconds(setup: _Setup, case: Case) -> float:
 
 
 def _memory(setup: _Setup, case: Case) -> dict[str, float]:
-    """Peaks of one call above what was there before it, and what of it is the result: largest over ranks, in GiB."""
+    """Of one call: the allocated peak above what was there before, and what of it is the result; the reserved peak in all.
+
+    Largest over ranks, in GiB.
+    """
     if setup.device.type != "cuda":
         setup.call(case)
         return {"allocated_gib": 0.0, "result_gib": 0.0, "reserved_gib": 0.0, "alloc_retries": 0.0}
@@ -253,14 +267,14 @@ def _memory(setup: _Setup, case: Case) -> dict[str, float]:
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    before, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    before = torch.cuda.memory_allocated()
     retries = torch.cuda.memory_stats()["num_alloc_retries"]
     result = setup.call(case)
     torch.cuda.synchronize()
     peaks = [
         (torch.cuda.max_memory_allocated() - before) / 2**30,
         sum(tensor.untyped_storage().nbytes() for tensor in result) / 2**30,
-        (torch.cuda.max_memory_reserved() - reserved) / 2**30,
+        torch.cuda.max_memory_reserved() / 2**30,
         float(torch.cuda.memory_stats()["num_alloc_retries"] - retries),
     ]
     largest = torch.tensor(peaks, device=setup.device, dtype=torch.float64)
@@ -268,10 +282,10 @@ def _memory(setup: _Setup, case: Case) -> dict[str, float]:
     return dict(zip(("allocated_gib", "result_gib", "reserved_gib", "alloc_retries"), largest.tolist(), strict=True))
 
 
-def _trace(setup: _Setup, case: Case, folder: str) -> None:
+def _trace(setup: _Setup, case: Case, prefix: str) -> None:
     with torch.profiler.profile() as profiler:
         setup.call(case)
         if setup.device.type == "cuda":
             torch.cuda.synchronize()
     name = "-".join(str(case).split()).replace("=", "")
-    profiler.export_chrome_trace(f"{folder}/trace-{name}-rank{dist.get_rank()}.json.gz")
+    profiler.export_chrome_trace(f"{prefix}-{name}-rank{dist.get_rank()}.json.gz")

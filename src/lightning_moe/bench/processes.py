@@ -71,7 +71,8 @@ def environment(device: torch.device) -> dict[str, str]:
     try:
         here = Path(__file__).parent
         commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=True)
-        facts["commit"] = commit.stdout.strip()
+        changed = subprocess.run(["git", "status", "--porcelain"], cwd=here, capture_output=True, text=True, check=True)
+        facts["commit"] = commit.stdout.strip() + (" and changes" if changed.stdout.strip() else "")
     except (OSError, subprocess.CalledProcessError):
         facts["commit"] = "unknown"
     return facts

@@ -81,6 +81,15 @@ class Leaving(Protocol):
         """To be written before the combine; together they take all N rows."""
 
 
+def check_plan(num_experts: int, num_chunks: int, size: int) -> None:
+    """Raise a ``ValueError`` for numbers that no plan can be made of."""
+    if num_chunks < 1 or num_experts % size:
+        raise ValueError(
+            f"Expected at least 1 chunk, and experts that {size} ranks can share out evenly, but got {num_chunks} chunks and"
+            f" {num_experts} experts."
+        )
+
+
 def nothing() -> None:
     """Do nothing."""
 
@@ -109,7 +118,8 @@ class Dispatcher(Protocol):
 
         Args:
             ids_TK: ``[T, K]`` integer, the global expert of each slot of the whole local batch; ``-1`` for none.
-            weights_TK: ``[T, K]``, their routing weights, float32 (float64).
+            weights_TK: ``[T, K]``, their routing weights, float32 (float64): those that the rows will be multiplied with, since
+                plans may hold them already.
             num_experts: E, over all ranks; divisible by the size of the group.
             num_chunks: The same on every rank, whatever its tokens. With balanced routing no plan holds more than this
                 part of the layer's rows; there may be more plans than chunks.
@@ -131,6 +141,9 @@ class Dispatcher(Protocol):
 
     def combine(self, plan: Plan, leaving: Leaving, tokens: Sequence[Tensor]) -> None:
         """Sum rows into the tokens ``[T, X]`` that they were copied from."""
+
+    def release(self) -> None:
+        """Give back what is held between calls; the next call takes it anew. Collective."""
 
 
 class HostCopy:

@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_moe.dispatch.all_to_all import Planner, Route
 from lightning_moe.dispatch.base import Arriving, HostCopy, Leaving, Place, Plan
 from lightning_moe.dispatch.bundle import columns, empty, row_bytes
 from lightning_moe.dispatch.local import Places, Rows
 from lightning_moe.dispatch.mailbox import Mailbox
+from lightning_moe.dispatch.planner import Planner, Route
 from lightning_moe.dispatch.transport import Told
 
 SIZES = (2, 4, 8)  # ranks of a group that DeepEP serves on one host
@@ -101,9 +101,7 @@ class DeepEPDispatcher(Planner):
         for message, inbox_NW in zip(_messages(tokens), arriving.inboxes, strict=True):
             # what DeepEP returns is the communication lane's memory, so it is copied out before the lane uses it again
             inbox_NW[:num_received] = self._buffer.dispatch(_packed(message), plan.route).view(torch.uint8)
-        if plan.num_rows > num_received:
-            for tokens_TX, rows_NX in zip(tokens, arriving.rows, strict=True):
-                rows_NX[num_received:] = tokens_TX
+        self.append_own(plan, tokens, arriving.rows)
 
     def leaving(self, plan: Plan, tokens: Sequence[Tensor]) -> Leaving:
         _messages(tokens)
@@ -112,16 +110,14 @@ class DeepEPDispatcher(Planner):
         (tokens_TH, *slots), num_received = tokens, plan.route.num_received
         rows_NH = tokens_TH.new_empty(num_received, _width([tokens_TH], _COMBINE_UNIT) // 2)
         slots_NK = [slots_TK.new_empty(num_received, slots_TK.shape[1]) for slots_TK in slots]
-        places = [Place(slice(0, num_received), [rows_NH[:, : tokens_TH.shape[1]], *slots_NK], 0)]
-        if plan.num_rows > num_received:
-            places.append(Place(slice(num_received, plan.num_rows), tokens, plan.num_summed))
-        return _Leaving(places, [rows_NH, *slots_NK])
+        peers = [rows_NH[:, : tokens_TH.shape[1]], *slots_NK]
+        return _Leaving(self.places(plan, peers, tokens), [rows_NH, *slots_NK])
 
     def combine(self, plan: Plan, leaving: Leaving, tokens: Sequence[Tensor]) -> None:
         if not isinstance(leaving, _Leaving):
             return
         sums = self._buffer.combine(leaving.outbox, plan.route)
-        num_summed = tokens[0].shape[0] if plan.num_rows > plan.route.num_received else plan.num_summed
+        num_summed = self.num_summed(plan)
         for sums_TX, tokens_TX in zip(sums, tokens, strict=True):
             sums_TX = sums_TX[:, : tokens_TX.shape[1]]
             tokens_TX[:num_summed].add_(sums_TX[:num_summed])  # added in float32, rounded once

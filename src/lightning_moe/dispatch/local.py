@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from lightning_moe.dispatch.base import Arriving, HostCopy, Leaving, Place, Plan, nothing
+from lightning_moe.dispatch.base import Arriving, HostCopy, Leaving, Place, Plan, check_plan, nothing
 from lightning_moe.ops.routing import Order, chunk_slices, count_needs, sort_by_expert
 
 
@@ -24,7 +24,8 @@ class LocalDispatcher:
         num_chunks: int,
         meanwhile: Callable[[], None] = nothing,
     ) -> list[Plan]:
-        ids_TK, experts = ids_TK.int(), range(num_experts)
+        check_plan(num_experts, num_chunks, self.size)
+        ids_TK, experts = ids_TK.int().contiguous(), range(num_experts)
         counts = HostCopy(count_needs(ids_TK, num_experts, 1, num_chunks))
         chunks = chunk_slices(ids_TK.shape[0], num_chunks)
         orders = [order_of_own(ids_TK[tokens], weights_TK[tokens], experts) for tokens in chunks]
@@ -46,6 +47,9 @@ class LocalDispatcher:
         return Places([Place(slice(0, plan.num_rows), tokens, 0)])
 
     def combine(self, plan: Plan, leaving: Leaving, tokens: Sequence[Tensor]) -> None:
+        """Nothing to do."""
+
+    def release(self) -> None:
         """Nothing to do."""
 
 

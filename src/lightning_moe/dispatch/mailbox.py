@@ -39,6 +39,7 @@ class Mailbox:
 
     def __init__(self, group: dist.ProcessGroup, timeout: timedelta) -> None:
         self._rank, self._size, self._timeout, self._turn = group.rank(), group.size(), timeout, 0
+        self._broken = False
         path: list[str | None] = [_make(8 * 2 * self._size * WORDS) if self._rank == 0 else None]
         dist.broadcast_object_list(path, group=group, group_src=0)
         words = _open(path[0], 2 * self._size * WORDS)
@@ -62,13 +63,15 @@ class Mailbox:
             int64, with a dimension for the ranks before the others.
 
         Raises:
-            TimeoutError: A rank's numbers did not come.
+            TimeoutError: A rank's numbers did not come, now or in an earlier call, or it is ahead of this one.
 
         """
         pieces = [self._exchange(piece) for piece in torch.split(numbers.flatten().long(), WORDS)]
         return torch.cat(pieces, dim=1).view(self._size, *numbers.shape)
 
     def _exchange(self, numbers: Tensor) -> Tensor:
+        if self._broken:
+            raise TimeoutError("The ranks lost step when one of them did not tell its counts in time: start them anew.")
         self._turn += 1
         words = self._words[self._turn % 2, :, : numbers.shape[0]]
         words[self._rank] = numbers + self._turn * TURN
@@ -79,8 +82,15 @@ class Mailbox:
             earliest, latest = heard.aminmax()
             if earliest >= first and latest < first + TURN:
                 return heard - first
-            if time.monotonic() > deadline:
+            if latest >= first + TURN or time.monotonic() > deadline:
+                self._broken = True  # what comes later belongs to other calls
                 ranks = (heard < first).any(1).nonzero().flatten().tolist()
+                ahead = (heard >= first + TURN).any(1).nonzero().flatten().tolist()
+                if ahead:
+                    raise TimeoutError(
+                        f"Ranks {ahead} of the expert-parallel group went on without this one: they do not call the same"
+                        " layers in the same order."
+                    )
                 raise TimeoutError(
                     f"Ranks {ranks} of the expert-parallel group did not tell their counts within {self._timeout}: they"
                     " failed, or they do not call the same layers in the same order."

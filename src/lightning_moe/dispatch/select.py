@@ -47,8 +47,8 @@ def select_dispatcher(
 
     Args:
         name: One of :data:`DISPATCHERS`. ``"auto"`` takes the first that fits of ``local`` (one rank holds all experts),
-            ``nvlink`` (all ranks' GPUs can read each other's memory), ``deep_ep`` (those of 2, 4 or 8 ranks, and DeepEP is
-            installed) and ``all_to_all`` (any group).
+            ``nvlink`` (all ranks' GPUs can read each other's memory) and ``all_to_all`` (any group). ``deep_ep`` (2, 4 or 8
+            ranks that can read each other's memory, with DeepEP installed) is taken when it is asked for.
         group: The expert-parallel group.
         device: This rank's device.
         timeout: How long a rank waits for its peers; that of ``torch.distributed`` where it is not given.
@@ -60,7 +60,7 @@ def select_dispatcher(
     """
     check_dispatcher_name(name)
     passed_over = []
-    for candidate in _MAKERS if name == "auto" else (name,):
+    for candidate in _AUTO if name == "auto" else (name,):
         try:
             dispatcher, title = _MAKERS[candidate](group, device, timeout or default_pg_timeout, dtype)
         except Unfit as reason:
@@ -152,7 +152,9 @@ _MAKERS: dict[str, Callable[[dist.ProcessGroup, torch.device, timedelta, torch.d
     "deep_ep": _deep_ep,
     "all_to_all": _all_to_all,
 }
-"""Fastest first."""
+
+_AUTO = ("local", "nvlink", "all_to_all")
+"""Fastest first. DeepEP takes multiprocessors from the experts: in one layer it was no faster than NCCL (see benchmarks)."""
 
 
 def _check_gpus(group: dist.ProcessGroup, device: torch.device) -> None:

@@ -65,6 +65,9 @@ class Transport(Protocol):
     def exchange(self, way: int, traffic: Traffic, outbox: Tensor, inbox: Tensor) -> None:
         """Send the outbox; fill the inbox, uint8 ``[N, W]``, with what arrives, sorted by source."""
 
+    def release(self) -> None:
+        """Give back what is held between exchanges. Collective."""
+
 
 class CollectiveTransport:
     """``all_to_all_single`` of ``torch.distributed``: gloo and NCCL, on any number of hosts."""
@@ -85,6 +88,9 @@ class CollectiveTransport:
     def exchange(self, way: int, traffic: Traffic, outbox: Tensor, inbox: Tensor) -> None:
         sent, received = list(traffic[self._rank]), [row[self._rank] for row in traffic]
         dist.all_to_all_single(inbox, outbox, received, sent, self._group)
+
+    def release(self) -> None:
+        """Nothing is held."""
 
 
 class NVLinkTransport:
@@ -121,10 +127,10 @@ class NVLinkTransport:
     def outbox(self, way: int, traffic: Traffic, like: Tensor) -> Tensor:
         width = like.shape[1]
         box = self._box(way, max(map(sum, traffic)) * width)
-        if box.was_read:
+        if box.in_use:
             for peer in self._peers:
                 box.handle.wait_signal(peer, _DONE + way, self._timeout_ms)
-            box.was_read = False
+            box.in_use = False
         num_rows = sum(traffic[self._rank])
         return box.mine[: num_rows * width].view(num_rows, width)
 
@@ -135,17 +141,19 @@ class NVLinkTransport:
             box.handle.put_signal(peer, _READY + way, self._timeout_ms)
         lane = torch.cuda.current_stream(self._device)
         packed = lane.record_event() if self._streams else None
-        for peer, stream in zip(self._peers, [None, *self._streams], strict=True):
-            first, arrival = sum(traffic[peer][:me]) * width, arrivals[peer]
-            with torch.cuda.stream(stream):
-                if stream is not None and packed is not None:
-                    stream.wait_event(packed)
-                box.handle.wait_signal(peer, _READY + way, self._timeout_ms)
-                arrival.copy_(box.of[peer][first : first + arrival.numel()].view_as(arrival))
-                box.handle.put_signal(peer, _DONE + way, self._timeout_ms)
-        for stream in self._streams:
-            lane.wait_stream(stream)
-        box.was_read = True
+        try:
+            for peer, stream in zip(self._peers, [None, *self._streams], strict=True):
+                first, arrival = sum(traffic[peer][:me]) * width, arrivals[peer]
+                with torch.cuda.stream(stream):
+                    if stream is not None and packed is not None:
+                        stream.wait_event(packed)
+                    box.handle.wait_signal(peer, _READY + way, self._timeout_ms)
+                    arrival.copy_(box.of[peer][first : first + arrival.numel()].view_as(arrival))
+                    box.handle.put_signal(peer, _DONE + way, self._timeout_ms)
+        finally:
+            for stream in self._streams:
+                lane.wait_stream(stream)
+        box.in_use = True
 
     def release(self) -> None:
         """Give the memory back once every peer has read it. Collective; the next exchange allocates anew."""
@@ -182,4 +190,4 @@ class _Box:
         self.mine = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
         self.handle = symmetric_memory.rendezvous(self.mine, group)
         self.of = [self.handle.get_buffer(rank, (num_bytes,), torch.uint8) for rank in range(group.size())]
-        self.was_read = False
+        self.in_use = False

@@ -59,14 +59,15 @@ class GroupedExperts(nn.Module):
 
         Args:
             dispatcher: Moves rows between the ranks that share the experts.
-            num_chunks: Chunks that the local tokens are cut into; 1 is native expert parallelism.
+            num_chunks: With balanced routing, no more than this part of the rows is worked on at once; 1 is native expert
+                parallelism.
             mode: What backward recomputes.
             weight_grad_scale: Factor on the weights' gradients. They hold the sum over the group's tokens; with a loss that
                 is a mean over ranks, ``1 / dispatcher.size`` makes it the group's mean.
 
         """
-        if num_chunks < 1:
-            raise ValueError(f"Expected argument `num_chunks` to be at least 1 but got {num_chunks}.")
+        if not isinstance(num_chunks, int) or num_chunks < 1:
+            raise ValueError(f"Expected argument `num_chunks` to be an integer of at least 1 but got {num_chunks!r}.")
         if self.num_experts % dispatcher.size:
             raise ValueError(f"{self.num_experts} experts cannot be shared out evenly between {dispatcher.size} ranks.")
         self.dispatcher = dispatcher
@@ -89,10 +90,18 @@ class GroupedExperts(nn.Module):
         Returns:
             ``[T, H]``, in the dtype that the experts compute in.
 
+        Raises:
+            ValueError: The three do not have as many tokens, or ids and weights as many slots.
+
         """
+        if tokens_TH.dim() != 2 or ids_TK.shape != weights_TK.shape or ids_TK.shape[0] != tokens_TH.shape[0]:
+            raise ValueError(
+                "Expected tokens [T, H] with `weights_TK` and `ids_TK` [T, K], but got"
+                f" {list(tokens_TH.shape)}, {list(weights_TK.shape)} and {list(ids_TK.shape)}."
+            )
         gate_up_e2FH, down_eHF = local_part(self.gate_up_proj), local_part(self.down_proj)
         dtype = gate_up_e2FH.dtype
-        if torch.is_autocast_enabled(tokens_TH.device.type):
+        if torch.is_autocast_enabled(tokens_TH.device.type) and dtype != torch.float64:
             dtype = torch.get_autocast_dtype(tokens_TH.device.type)
         weights_TK = weights_TK.to(accumulation_dtype(dtype))
         plans = self.dispatcher.plan(ids_TK, weights_TK.detach(), self.num_experts, self.num_chunks, meanwhile)

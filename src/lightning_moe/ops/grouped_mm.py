@@ -7,6 +7,7 @@ one ``torch.mm`` for each expert, which is also the float64 reference, and has t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +31,7 @@ class Groups:
     num_rows: int
     ends_e: Tensor
 
+    @cached_property
     def slices(self) -> list[slice]:
         """The rows of each expert, on the host: this waits for the device."""
         ends = self.ends_e.tolist()
@@ -46,6 +48,8 @@ def grouped_mm(rows_RN: Tensor, weight_eNM: Tensor, groups: Groups, out_RM: Tens
         out_RM: ``[R, M]`` in the dtype of the input, contiguous, written.
 
     """
+    if rows_RN.shape[0] == 0:
+        return
     if _serve(rows_RN, weight_eNM):
         from lightning_moe.ops.kernels.grouped_mm import grouped_mm_of_experts
 
@@ -53,7 +57,7 @@ def grouped_mm(rows_RN: Tensor, weight_eNM: Tensor, groups: Groups, out_RM: Tens
     elif _native(rows_RN, weight_eNM):
         out_RM.copy_(F.grouped_mm(rows_RN, weight_eNM, offs=groups.ends_e))
     else:
-        for expert, rows in enumerate(groups.slices()):
+        for expert, rows in enumerate(groups.slices):
             torch.mm(rows_RN[rows], weight_eNM[expert], out=out_RM[rows])
 
 
@@ -76,6 +80,8 @@ def grouped_mm_swiglu(
         gate_up_R2F: ``[R, 2F]``, likewise, what the activation is computed from, for those who need it later.
 
     """
+    if rows_RH.shape[0] == 0:
+        return
     if _serve(rows_RH, gate_up_e2FH) and gate_up_e2FH.is_contiguous():
         from lightning_moe.ops.kernels.grouped_mm import gate_up_swiglu_of_experts
 
@@ -111,13 +117,19 @@ def weight_gradient(
         scale: A factor on the sum.
 
     """
-    if rows_RN.shape[0] and kernels.serve(rows_RN):
+    if rows_RN.shape[0] == 0:
+        if total_eMN is None:
+            out_eMN.zero_()
+        else:
+            out_eMN.copy_(total_eMN * scale)
+        return
+    if kernels.serve(rows_RN):
         from lightning_moe.ops.kernels.weight_gradient import serves, weight_gradient_of_experts
 
         if serves(out_eMN, grad_RM, rows_RN, total_eMN):
             weight_gradient_of_experts(out_eMN, grad_RM, rows_RN, groups.ends_e, total_eMN, scale)
             return
-    num_experts, slices = out_eMN.shape[0], groups.slices()
+    num_experts, slices = out_eMN.shape[0], groups.slices
     for expert in range(num_experts):
         sum_MN = None if total_eMN is None else total_eMN[expert]
         for rows in slices[expert::num_experts]:
@@ -136,7 +148,7 @@ def _product(grad_MR: Tensor, rows_RN: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _serve(rows_RN: Tensor, weight_eNM: Tensor) -> bool:
     """Whether our own kernels take these operands."""
-    if not (rows_RN.shape[0] and kernels.serve(rows_RN)):
+    if not kernels.serve(rows_RN):
         return False
     from lightning_moe.ops.kernels.grouped_mm import serves
 

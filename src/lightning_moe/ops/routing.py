@@ -146,7 +146,7 @@ def sort_by_expert(ids_NK: Tensor, weights_NK: Tensor, first_expert: int, order:
 
     """
     copies_NK, ends_e, weights_R = order.by_expert.copies_MJ, order.groups.ends_e, order.weights_R
-    if ids_NK.numel() and kernels.serve(weights_NK):
+    if ids_NK.numel() and kernels.serve(weights_NK) and ids_NK.stride(1) == 1:
         from lightning_moe.ops.kernels.routing import sort_slots
 
         sort_slots(ids_NK, weights_NK, first_expert, copies_NK, ends_e, weights_R)

@@ -48,7 +48,7 @@ def gather(source_MX: Tensor, rows: RowMap, out_RX: Tensor) -> None:
     """
     if rows.num_copies == 0:
         return
-    if kernels.serve(source_MX):
+    if kernels.serve(source_MX, out_RX):
         from lightning_moe.ops.kernels.rows import gather_rows
 
         gather_rows(source_MX, rows.copies_MJ, out_RX)
@@ -72,7 +72,7 @@ def reduce(copies_RX: Tensor, rows: RowMap, out_MX: Tensor, num_summed: int = 0)
     if rows.num_copies == 0:
         out_MX[num_summed:].zero_()
         return
-    if kernels.serve(copies_RX):
+    if kernels.serve(copies_RX, out_MX):
         from lightning_moe.ops.kernels.rows import reduce_rows
 
         reduce_rows(copies_RX, rows.copies_MJ, out_MX, num_summed)
@@ -96,7 +96,7 @@ def collect(values_R: Tensor, rows: RowMap, out_MJ: Tensor, num_summed: int = 0)
         num_summed: As in :func:`reduce`.
 
     """
-    if rows.num_copies and kernels.serve(values_R):
+    if rows.num_copies and kernels.serve(values_R, out_MJ):
         from lightning_moe.ops.kernels.rows import collect_values
 
         collect_values(values_R, rows.copies_MJ, out_MJ, num_summed)

@@ -1,4 +1,4 @@
-"""ChunkedEP: the routed experts of one layer, with communication hidden behind compute by chunks of tokens."""
+"""ChunkedEP: the routed experts of one layer, with communication hidden behind compute, chunk by chunk."""
 
 from lightning_moe.overlap.function import chunked_experts
 

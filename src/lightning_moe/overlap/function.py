@@ -36,7 +36,7 @@ def chunked_experts(
         gate_up_e2FH: ``[e, 2F, H]``, local.
         down_eHF: ``[e, H, F]``, local.
         dispatcher: Moves rows between ranks.
-        plans: One for each chunk.
+        plans: From ``dispatcher.plan``, for these very routing weights.
         mode: What is kept for backward; see :class:`~lightning_moe.recompute.RecomputePolicy`.
         weight_grad_scale: Factor on the gradients of the two matrices.
 

@@ -1,6 +1,6 @@
 """The primitives of ChunkedEP: ``forward``, and ``backward``, into which recompute is fused.
 
-Each cuts the local tokens into chunks and runs them through one pipeline. They work on plain tensors, and know nothing
+Each runs the chunks that the plans name through one pipeline. They work on plain tensors, and know nothing
 of autograd, recompute policies or optimizers; :mod:`lightning_moe.overlap.function` composes them.
 
     forward    dispatch -> sort -> gather -> grouped GEMM -> SwiGLU x routing weight -> grouped GEMM -> reduce -> combine
@@ -91,7 +91,7 @@ def forward(
 
     Args:
         dispatcher: Moves rows between ranks.
-        plans: One for each chunk, from ``dispatcher.plan``.
+        plans: From ``dispatcher.plan``, for these very routing weights.
         tokens_TH: ``[T, H]``, the layer's input, in the experts' dtype.
         weights_TK: ``[T, K]``, routing weights, float32 (float64 for float64 tokens).
         experts: The local experts' matrices.
@@ -103,7 +103,7 @@ def forward(
 
     """
     if out_TH is None:
-        out_TH = torch.empty_like(tokens_TH)
+        out_TH = tokens_TH.new_empty(tokens_TH.shape)
     orders: list[Order] = []
     places = chunk_rows(plan.num_sorted for plan in plans)
     num_sorted, (width, hidden) = places[-1].stop, (experts.down_eHF.shape[2], tokens_TH.shape[1])
@@ -183,7 +183,7 @@ def backward(
     """
     orders, (gate_up_e2FH, down_eHF) = kept.orders, experts
     if grad_tokens_TH is None:
-        grad_tokens_TH = torch.empty_like(grad_TH)
+        grad_tokens_TH = grad_TH.new_empty(grad_TH.shape)
     num_slots = orders[0].by_expert.copies_MJ.shape[1]
     grad_weights_TK = orders[0].weights_R.new_empty(grad_TH.shape[0], num_slots)
     groups = [order.groups for order in orders]

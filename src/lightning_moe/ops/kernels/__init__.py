@@ -14,9 +14,9 @@ from torch import Tensor
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int32)
 
 
-def serve(rows: Tensor) -> bool:
+def serve(*rows: Tensor) -> bool:
     """Whether the kernels take rows like these: on a GPU, no wider than float32, elements of a row side by side."""
-    return rows.is_cuda and rows.dtype in DTYPES and rows.stride(-1) == 1 and have_triton()
+    return all(x.is_cuda and x.dtype in DTYPES and x.stride(-1) == 1 for x in rows) and have_triton()
 
 
 @functools.cache
