@@ -1,10 +1,11 @@
-"""Descriptors for the tensor memory accelerator of Hopper GPUs, and the constants of such a GPU."""
+"""What kernels for Hopper GPUs share: descriptors for the tensor memory accelerator, halving a tile, the GPU's constants."""
 
 from __future__ import annotations
 
 import functools
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -34,6 +35,12 @@ def tiles_of_experts(rows_RX: Tensor, block: list[int]) -> TensorDescriptor:
     wrap = (1 << 64) // MANY.value  # MANY * wrap elements are no distance at all
     shape = [MANY.value + 1, MANY.value, MANY.value, *rows_RX.shape[1:]]
     return TensorDescriptor(rows_RX, shape, [wrap - stride, stride, stride, *rows_RX.stride()[1:]], [1, 1, *block])
+
+
+@triton.jit
+def halves(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The left and the right half of a tile's columns, which the same threads hold: nothing is moved."""
+    return tile.reshape(ROWS, 2, COLUMNS // 2).permute(0, 2, 1).split()
 
 
 @functools.cache

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from lightning_moe.ops.kernels.descriptors import MANY, is_hopper, num_multiprocessors, tiles, tiles_of_experts
+from lightning_moe.ops.kernels.descriptors import MANY, halves, is_hopper, num_multiprocessors, tiles, tiles_of_experts
 from lightning_moe.ops.kernels.launch import blocks, launch, power_of_2
 
 BLOCK_R, BLOCK_N, BLOCK_K = 128, 256, 64
@@ -104,12 +104,6 @@ def _multiply(
     launch(_multiply_kernel, grid, memory, (num_experts,), constants, num_warps=8, num_stages=STAGES)
 
 
-@triton.jit
-def _halves(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The left and the right half of a tile's columns, which the same threads hold: nothing is moved."""
-    return tile.reshape(ROWS, 2, COLUMNS // 2).permute(0, 2, 1).split()
-
-
 @triton.jit(do_not_specialize=["num_experts"])
 def _multiply_kernel(
     rows,
@@ -182,7 +176,7 @@ def _multiply_kernel(
             size = end - start
             place = MANY - size + row
             HALF: tl.constexpr = BLOCK_N // 2
-            left, right = _halves(product.to(rows.dtype), BLOCK_R, BLOCK_N)
+            left, right = halves(product.to(rows.dtype), BLOCK_R, BLOCK_N)
             if weights_ptr is None:
                 out.store([MANY, end, place, n * BLOCK_N], left.reshape(1, 1, BLOCK_R, HALF))
                 out.store([MANY, end, place, n * BLOCK_N + HALF], right.reshape(1, 1, BLOCK_R, HALF))

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_moe.ops.kernels.descriptors import MANY, is_hopper, num_multiprocessors, tiles, tiles_of_experts
+from lightning_moe.ops.kernels.descriptors import MANY, halves, is_hopper, num_multiprocessors, tiles, tiles_of_experts
 from lightning_moe.ops.kernels.launch import blocks, launch, power_of_2
 
 BLOCK_M, BLOCK_N, BLOCK_R = 128, 256, 64
@@ -51,12 +51,14 @@ def weight_gradient_of_experts(
     add_in_place = total_eMN is not None and total_eMN.data_ptr() == out_eMN.data_ptr() and scale == 1.0
     num_tiles = num_experts * blocks(width_m, BLOCK_M) * blocks(width_n, BLOCK_N)
     num_programs = min(num_tiles, num_multiprocessors(out_eMN.device))
-    parts, num_stages = _shared_memory(total_eMN is not None and not add_in_place)
+    # 227 KiB of shared memory hold 48 KiB for each row block in flight, 32 KiB for a quarter of a tile that is written, and as
+    # much again where a quarter of the total is read
+    num_stages = 3 if total_eMN is not None and not add_in_place else 4
     launch(
         _weight_gradient_kernel,
         (num_programs,),
         (
-            tiles(out_eMN, [1, BLOCK_M, BLOCK_N // parts]),
+            tiles(out_eMN, [1, BLOCK_M, BLOCK_N // 4]),
             tiles_of_experts(grad_RM, [BLOCK_R, BLOCK_M]),
             tiles_of_experts(rows_RN, [BLOCK_R, BLOCK_N]),
             ends_Ce,
@@ -74,20 +76,10 @@ def weight_gradient_of_experts(
             BLOCK_N,
             BLOCK_R,
             GROUP,
-            parts,
         ),
         num_warps=8,
         num_stages=num_stages,
     )
-
-
-def _shared_memory(reads_total: bool) -> tuple[int, int]:
-    """In how many parts a tile is written, and how many row blocks are in flight.
-
-    227 KiB hold both: 48 KiB for each row block of the two operands, 32 KiB for a quarter of a tile in float32, and as
-    much again where a quarter of the total is read.
-    """
-    return (4, 3) if reads_total else (4, 4)
 
 
 @triton.jit
@@ -113,22 +105,10 @@ def _load_total(
 
 
 @triton.jit
-def _halves(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The left and the right half of a tile's columns."""
-    return tile.reshape(ROWS, 2, COLUMNS // 2).permute(0, 2, 1).split()
-
-
-@triton.jit
-def _columns(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr):
-    """A tile in 1, 2 or 4 parts, from left to right."""
-    if PARTS == 1:
-        parts = (tile,)
-    elif PARTS == 2:
-        parts = _halves(tile, ROWS, COLUMNS)
-    else:
-        left, right = _halves(tile, ROWS, COLUMNS)
-        parts = _halves(left, ROWS, COLUMNS // 2) + _halves(right, ROWS, COLUMNS // 2)
-    return parts
+def _quarters(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """A tile's columns in four parts, from left to right."""
+    left, right = halves(tile, ROWS, COLUMNS)
+    return halves(left, ROWS, COLUMNS // 2) + halves(right, ROWS, COLUMNS // 2)
 
 
 @triton.jit(do_not_specialize=["num_experts"])
@@ -150,7 +130,6 @@ def _weight_gradient_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
     GROUP: tl.constexpr,
-    PARTS: tl.constexpr,
 ):
     """Each program computes a fixed list of tiles, one after the other, in one loop over the row blocks of all of them.
 
@@ -209,9 +188,9 @@ def _weight_gradient_kernel(
         rows_block = _load_rows(rows, end, size, row, n, BLOCK_R, BLOCK_N)
         tile = tl.dot(grad_block.T, rows_block, tile)
         if (row + BLOCK_R >= size) & (chunk == CHUNKS - 1):
-            WIDTH: tl.constexpr = BLOCK_N // PARTS
-            parts = _columns(tile, BLOCK_M, BLOCK_N, PARTS)
-            for i in tl.static_range(PARTS):
+            WIDTH: tl.constexpr = BLOCK_N // 4
+            parts = _quarters(tile, BLOCK_M, BLOCK_N)
+            for i in tl.static_range(4):
                 part, column = parts[i], n + i * WIDTH
                 if ADD_IN_PLACE:
                     out.atomic_add([expert, m, column], part.reshape(1, BLOCK_M, WIDTH))
