@@ -1,4 +1,4 @@
-"""forward, backward and forward_backward on plain tensors, in one process and in several, against the dense reference."""
+"""forward and backward on plain tensors, in one process and in several, against the dense reference."""
 
 from __future__ import annotations
 

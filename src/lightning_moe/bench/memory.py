@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_moe.bench.decoder import Decoder, Widths
 from lightning_moe.bench.processes import environment, launch
-from lightning_moe.bench.report import save
+from lightning_moe.bench.report import machine, save
 from lightning_moe.bench.storages import kept_bytes
 from lightning_moe.dispatch import DISPATCHERS, select_dispatcher
 from lightning_moe.parallel.apply import Parallelism, find_blocks, parallelize
@@ -173,11 +173,10 @@ def _synchronize(device: torch.device) -> None:
 
 def table(result: dict[str, Any]) -> str:
     """The rows as text."""
-    facts = result["environment"]
     lines = [
         f"{result['layers']} layers: H {result['hidden']}, F {result['ffn']}, shared {result['shared_ffn']},"
         f" E {result['experts']}, K {result['top_k']}; {result['tokens']} tokens a rank, EP {result['expert_parallel_size']},"
-        f" {result['chunks']} chunks; {facts['device']}, torch {facts['torch']}, commit {facts['commit'][:10]}",
+        f" {result['chunks']} chunks; {machine(result)}",
         f"{'policy':<28} {'kept a token and layer':>22} {'formula':>12} {'alloc GiB':>9} {'reserved':>9} {'ms':>9}",
     ]
     lines += [
@@ -192,6 +191,7 @@ def chart(result: dict[str, Any], figure: Any) -> None:
     """Bytes kept beside the formula, peak memory, and time, a bar for each policy."""
     rows = result["rows"]
     names = [row["policy"].replace(",", ",\n") for row in rows]
+    figure.set_size_inches(11, 3.4)
     kept, peak, step = figure.subplots(1, 3)
     places = range(len(rows))
     kept.bar([i - 0.2 for i in places], [row["kept_bytes"] / 1024 for row in rows], 0.4, label="measured")

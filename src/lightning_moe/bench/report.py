@@ -21,19 +21,24 @@ def save(result: dict[str, Any], name: str, folder: str | None, draw: Callable[[
     except ImportError:
         print("no chart: `pip install matplotlib` to have one")
         return
-    figure = Figure(figsize=(11, 6 if result["benchmark"] == "op" else 3.4), layout="constrained")
+    figure = Figure(layout="constrained")
     draw(result, figure)
     figure.savefig(path.with_suffix(".png"), dpi=100)
     print(f"wrote {path.with_suffix('.png')}")
 
 
+def machine(result: dict[str, Any]) -> str:
+    """Where it was measured, for a table's first line."""
+    facts = result["environment"]
+    return f"{facts['device']}, torch {facts['torch']}, commit {facts['commit'][:10]}"
+
+
 def table(result: dict[str, Any]) -> str:
     """The rows as text."""
-    facts = result["environment"]
     lines = [
         f"shape {result['shape']}: H {result['hidden']}, F {result['ffn']}, E {result['experts']}, K {result['top_k']},"
         f" {result['tokens']} tokens a rank, EP {result['expert_parallel_size']}, {result['routing']} routing;"
-        f" {facts['device']}, torch {facts['torch']}, commit {facts['commit'][:10]}",
+        f" {machine(result)}",
         *(f"{name}: {reason}" for name, reason in result["dispatchers"].items()),
         f"{'what':<6} {'direction':<9} {'mode':<9} {'dispatcher':<11} {'chunks':>6} {'ms':>8} {'quartiles':>15} {'x floor':>8}"
         f" {'TFLOP/s':>8} {'alloc GiB':>9} {'of it result':>12} {'reserved':>9}",
@@ -54,6 +59,7 @@ def chart(result: dict[str, Any], figure: Any) -> None:
     panels = list(dict.fromkeys((row["direction"], row["mode"]) for row in result["rows"]))
     dispatchers = [name for name in dict.fromkeys(row["dispatcher"] for row in result["rows"]) if name != "floor"]
     chunks = sorted({row["chunks"] for row in result["rows"] if row["dispatcher"] != "floor"})
+    figure.set_size_inches(11, 3 * len(kinds))
     axes = figure.subplots(len(kinds), len(panels), squeeze=False, sharey="col")
     for kind, line in zip(kinds, axes, strict=True):
         line[0].set_ylabel("ms, slowest rank")

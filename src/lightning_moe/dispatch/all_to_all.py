@@ -49,7 +49,7 @@ class AllToAllDispatcher(Planner):
     def leaving(self, plan: Plan, tokens: Sequence[Tensor]) -> Leaving:
         route = plan.route
         if route is None:
-            return Places([Place(slice(0, plan.num_rows), tokens, plan.num_summed)])
+            return Places.of_own(plan, tokens)
         inbox_SW = empty(route.num_sent, row_bytes(tokens), tokens[0].device)
         outbox = self.transport.outbox(COMBINE, _transposed(route.traffic), inbox_SW)
         return _Leaving(self.places(plan, columns(outbox, tokens), tokens), outbox, inbox_SW)

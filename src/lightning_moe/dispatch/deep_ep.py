@@ -106,7 +106,7 @@ class DeepEPDispatcher(Planner):
     def leaving(self, plan: Plan, tokens: Sequence[Tensor]) -> Leaving:
         _messages(tokens)
         if plan.route is None:
-            return Places([Place(slice(0, plan.num_rows), tokens, plan.num_summed)])
+            return Places.of_own(plan, tokens)
         (tokens_TH, *slots), num_received = tokens, plan.route.num_received
         rows_NH = tokens_TH.new_empty(num_received, _width([tokens_TH], _COMBINE_UNIT) // 2)
         slots_NK = [slots_TK.new_empty(num_received, slots_TK.shape[1]) for slots_TK in slots]

@@ -44,7 +44,7 @@ class LocalDispatcher:
         """Nothing to do."""
 
     def leaving(self, plan: Plan, tokens: Sequence[Tensor]) -> Leaving:
-        return Places([Place(slice(0, plan.num_rows), tokens, 0)])
+        return Places.of_own(plan, tokens)
 
     def combine(self, plan: Plan, leaving: Leaving, tokens: Sequence[Tensor]) -> None:
         """Nothing to do."""
@@ -78,3 +78,8 @@ class Places(NamedTuple):
     """What leaves without memory of its own."""
 
     places: Sequence[Place]
+
+    @staticmethod
+    def of_own(plan: Plan, tokens: Sequence[Tensor]) -> Places:
+        """Rows that stay on their rank go into their tokens at once."""
+        return Places([Place(slice(0, plan.num_rows), tokens, plan.num_summed)])

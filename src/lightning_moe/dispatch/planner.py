@@ -82,7 +82,7 @@ class Planner:
     @staticmethod
     def append_own(plan: Plan, tokens: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
         """Copy the tokens behind the peers' rows, where the plan takes the own ones too."""
-        if plan.num_rows > plan.route.num_received:
+        if _takes_own(plan):
             for tokens_TX, rows_NX in zip(tokens, rows, strict=True):
                 rows_NX[plan.route.num_received :] = tokens_TX
 
@@ -91,15 +91,14 @@ class Planner:
         """The peers' rows go where they leave from, the own ones into the tokens at once."""
         num_received = plan.route.num_received
         places = [Place(slice(0, num_received), peers, 0)]
-        if plan.num_rows > num_received:
+        if _takes_own(plan):
             places.append(Place(slice(num_received, plan.num_rows), tokens, plan.num_summed))
         return places
 
     @staticmethod
     def num_summed(plan: Plan) -> int:
         """So many of the first tokens hold a part of their sum when the peers' part is added."""
-        takes_own = plan.num_rows > plan.route.num_received
-        return plan.tokens.stop - plan.tokens.start if takes_own else plan.num_summed
+        return plan.tokens.stop - plan.tokens.start if _takes_own(plan) else plan.num_summed
 
 
 @dataclass(frozen=True)
@@ -146,6 +145,11 @@ class Route:
     def copies(self) -> RowMap:
         """Map from the chunk's T tokens to the S rows sent."""
         return RowMap(self.all_copies.places_TJ[self.tokens], self.num_sent)
+
+
+def _takes_own(plan: Plan) -> bool:
+    """Whether a chunk whose rows travel holds rows that stay, too."""
+    return bool(plan.num_rows > plan.route.num_received)
 
 
 def _summed(counts_U2P: list[list[list[int]]]) -> list[list[int]]:

@@ -98,13 +98,9 @@ def _nvlink(
         transport = NVLinkTransport(group, device, timeout)
     except OSError as error:  # every rank raises it
         raise Unfit(str(error)) from error
-    problem = "its self-check failed"
-    try:
-        works = _delivers(transport, group, device)
-    except (ImportError, RuntimeError) as error:  # it may be one rank's alone, and the others wait for its vote
-        works, problem = False, f"symmetric memory failed: {error}"
-    if not _all_agree(works, group, device):
-        raise Unfit(problem)
+    _check_works(
+        lambda: _delivers(transport, group, device), (ImportError, RuntimeError), "symmetric memory", group, device
+    )
     return AllToAllDispatcher(group, transport), f"all_to_all over {transport.name}"
 
 
@@ -129,13 +125,13 @@ def _deep_ep(
         dispatcher = DeepEPDispatcher(group, device, timeout)
     except OSError as error:  # every rank raises it
         raise Unfit(str(error)) from error
-    problem = "its self-check failed"
-    try:
-        works = _brings_back(dispatcher, group, device)
-    except (AssertionError, ImportError, RuntimeError) as error:  # as above
-        works, problem = False, f"DeepEP failed: {error}"
-    if not _all_agree(works, group, device):
-        raise Unfit(problem)
+    _check_works(
+        lambda: _brings_back(dispatcher, group, device),
+        (AssertionError, ImportError, RuntimeError),
+        "DeepEP",
+        group,
+        device,
+    )
     return dispatcher, "DeepEP"
 
 
@@ -173,6 +169,23 @@ def _check_peer_access(group: dist.ProcessGroup, device: torch.device) -> None:
     readable = all(torch.cuda.can_device_access_peer(device, peer) for peer in peers)
     if not _all_agree(readable, group, device):
         raise Unfit("the GPUs cannot read each other's memory")
+
+
+def _check_works(
+    self_check: Callable[[], bool],
+    failures: tuple[type[Exception], ...],
+    what: str,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> None:
+    """Have every rank try, and all of them vote on what they found."""
+    problem = "its self-check failed"
+    try:
+        works = self_check()
+    except failures as error:  # it may be one rank's alone, and the others wait for its vote
+        works, problem = False, f"{what} failed: {error}"
+    if not _all_agree(works, group, device):
+        raise Unfit(problem)
 
 
 def _import_error(package: str) -> str | None:

@@ -157,7 +157,7 @@ def _serve(rows_RN: Tensor, weight_eNM: Tensor) -> bool:
 
 def _native(rows_RN: Tensor, weight_eNM: Tensor) -> bool:
     """Whether ``F.grouped_mm`` takes these operands (float64 and odd strides it does not)."""
-    if rows_RN.dtype not in (torch.bfloat16, torch.float32) or rows_RN.shape[0] == 0:
+    if rows_RN.dtype not in (torch.bfloat16, torch.float32):
         return False
     if rows_RN.device.type == "cuda" and rows_RN.dtype != torch.bfloat16:
         return False

@@ -26,7 +26,7 @@ from lightning_moe.ops.routing import Order, sort_by_expert
 from lightning_moe.ops.rows import RowMap, collect, gather, reduce
 from lightning_moe.ops.swiglu import swiglu_backward
 from lightning_moe.overlap.lanes import Communication, Lanes, pipeline
-from lightning_moe.overlap.weight_gradients import WeightGradient, chunk_rows
+from lightning_moe.overlap.weight_gradients import ChunkGroups, WeightGradient, chunk_rows
 from lightning_moe.recompute.policy import RoutedMode
 
 
@@ -113,11 +113,12 @@ def forward(
 
     def arrive(i: int) -> tuple[Communication | None, list[Arriving]]:
         plan = plans[i]
+        outgoing = [tokens_TH[plan.tokens]]
         if plan.order is not None:
             orders.append(plan.order)
-            arriving = dispatcher.arriving(plan, [tokens_TH[plan.tokens]])
-            return _travelling(plan, dispatcher.dispatch, [tokens_TH[plan.tokens]], arriving), [arriving]
-        outgoing = [tokens_TH[plan.tokens], weights_TK[plan.tokens], plan.ids_TK]
+            arriving = dispatcher.arriving(plan, outgoing)
+            return _travelling(plan, dispatcher.dispatch, outgoing, arriving), [arriving]
+        outgoing += [weights_TK[plan.tokens], plan.ids_TK]
         arriving = dispatcher.arriving(plan, outgoing)
         orders.append(Order.empty(plan.num_rows, weights_TK.shape[1], len(plan.experts), plan.num_sorted, weights_TK))
         return Communication(dispatch_and_sort, (plan, outgoing, arriving, orders[i])), [arriving]
@@ -186,13 +187,13 @@ def backward(
         grad_tokens_TH = grad_TH.new_empty(grad_TH.shape)
     num_slots = orders[0].by_expert.copies_MJ.shape[1]
     grad_weights_TK = orders[0].weights_R.new_empty(grad_TH.shape[0], num_slots)
-    groups = [order.groups for order in orders]
+    groups = ChunkGroups([order.groups for order in orders])
     frugal = kept.rows_RH is None
     of_gate_up, of_down = (
         WeightGradient(weight, groups, weight_grad_scale, inputs, frugal) if needed else None
         for weight, inputs, needed in zip(experts, (kept.rows_RH, kept.act_RF), needs_weight_grad, strict=True)
     )
-    places = chunk_rows(group.num_rows for group in groups)
+    places = groups.rows
 
     def arrive(i: int) -> tuple[Communication | None, list[Arriving]]:
         plan = plans[i]
