@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from helpers.processes import run
+from lightning_moe.buffers import held_bytes, release_buffers
 from lightning_moe.dispatch import LocalDispatcher, select_dispatcher
 from lightning_moe.dispatch.all_to_all import AllToAllDispatcher
 from lightning_moe.dispatch.deep_ep import DeepEPDispatcher, DeepEPSettings
@@ -248,7 +249,7 @@ def rows_and_sums(device_type: str) -> int:
                 assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
                 assert torch.equal(ours, theirs), f"case {seed}, {num_chunks} chunks, tensor {i} of {len(found[0])}"
             compared += sum(plan.num_rows for plan in plans_of[0])
-    dispatchers[1].release()
+    release_buffers()
     return compared
 
 
@@ -294,7 +295,7 @@ def layers(device_type: str, hidden: int, width: int, sizes: list[int]) -> int:
             for i, (theirs, ours) in enumerate(zip(*found, strict=True)):
                 assert torch.equal(ours, theirs), f"{num_chunks} chunks, {mode}, tensor {i}"
                 compared += 1
-    dispatchers[1].release()
+    release_buffers()
     return compared
 
 
@@ -317,9 +318,10 @@ def buffers_of_a_dispatcher() -> list[tuple[int, bool]]:
     (plan,) = dispatcher.plan(routing(6, dist.get_rank()), torch.ones(6, TOP_K), NUM_EXPERTS, 1)
     for hidden in (256, 1024, 512, None, 256):
         if hidden is None:
-            dispatcher.release()
+            release_buffers()
             assert not any(buffer.alive for buffer in Buffer.made)
-            dispatcher.release()
+            assert held_bytes() == {"communication": 0}
+            release_buffers()
         else:
             outgoing = [numbers((6, hidden), 1, device=device)]
             go_and_return(dispatcher, plan, outgoing, [torch.empty_like(outgoing[0])], 0)

@@ -63,9 +63,6 @@ class AllToAllDispatcher(Planner):
         for copies_SX, tokens_TX in zip(columns(leaving.inbox_SW, tokens), tokens, strict=True):
             reduce(copies_SX, copies, tokens_TX, num_summed)
 
-    def release(self) -> None:
-        self.transport.release()
-
 
 class _Arriving(NamedTuple):
     """The columns of an inbox: uint8 ``[N, W]``."""

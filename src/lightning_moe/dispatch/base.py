@@ -142,9 +142,6 @@ class Dispatcher(Protocol):
     def combine(self, plan: Plan, leaving: Leaving, tokens: Sequence[Tensor]) -> None:
         """Sum rows into the tokens ``[T, X]`` that they were copied from."""
 
-    def release(self) -> None:
-        """Give back what is held between calls; the next call takes it anew. Collective."""
-
 
 class HostCopy:
     """A tensor on its way to the host, so that more work can be issued before its numbers are waited for."""

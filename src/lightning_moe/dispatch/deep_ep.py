@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_moe.buffers import subscribe
 from lightning_moe.dispatch.base import Arriving, HostCopy, Leaving, Place, Plan
 from lightning_moe.dispatch.bundle import columns, empty, row_bytes
 from lightning_moe.dispatch.local import Places, Rows
@@ -123,13 +124,11 @@ class DeepEPDispatcher(Planner):
             tokens_TX[:num_summed].add_(sums_TX[:num_summed])  # added in float32, rounded once
             tokens_TX[num_summed:] = sums_TX[num_summed:]
 
-    def release(self) -> None:
-        """Give DeepEP's memory back. Collective; the next dispatch allocates anew."""
-        self._buffer.release()
-
 
 class _BufferV1:
-    """``deep_ep.Buffer``, as part of the current stream; V2's ``ElasticBuffer`` would fit the same three methods."""
+    """``deep_ep.Buffer``, as part of the current stream; V2's ``ElasticBuffer`` would fit the same methods."""
+
+    kind = "communication"
 
     def __init__(self, group: dist.ProcessGroup, settings: DeepEPSettings) -> None:
         self._library: Any = importlib.import_module("deep_ep")
@@ -138,8 +137,9 @@ class _BufferV1:
         # the last two are for several hosts
         self._dispatching = self._library.Config(count, settings.dispatch_rows, queue_rows, 6, 128)
         self._combining = self._library.Config(count, settings.combine_rows, queue_rows, 6, 128)
-        self._row_bytes = 0
+        self._row_bytes = self._num_bytes = 0
         self._buffer: Any = None
+        subscribe(self)
 
     def dispatch(self, rows_TX: Tensor, route: Route) -> Tensor:
         """The peers' rows ``[N, X]``, sorted by peer."""
@@ -173,10 +173,14 @@ class _BufferV1:
         *sums, _ = buffer.combine(rows[0], route.handle, topk_weights=numbers_NK, config=self._combining)
         return tuple(sums[: len(rows)])
 
+    def held_bytes(self) -> int:
+        return self._num_bytes
+
     def release(self) -> None:
+        """Give DeepEP's memory back. Collective; the next dispatch allocates anew."""
         if self._buffer is not None:
             self._buffer.destroy()
-            self._buffer, self._row_bytes = None, 0
+            self._buffer, self._row_bytes, self._num_bytes = None, 0, 0
 
     def _for(self, rows: Tensor) -> Any:
         """A buffer for rows as wide as these; which is the same on every rank, so all of them grow theirs at the same call."""
@@ -184,8 +188,8 @@ class _BufferV1:
         if num_bytes > self._row_bytes:
             self.release()
             configs, size = (self._dispatching, self._combining), self._group.size()
-            of_nvlink = max(config.get_nvl_buffer_size_hint(num_bytes, size) for config in configs)
-            self._buffer = self._library.Buffer(self._group, of_nvlink, 0, explicitly_destroy=True)
+            self._num_bytes = max(config.get_nvl_buffer_size_hint(num_bytes, size) for config in configs)
+            self._buffer = self._library.Buffer(self._group, self._num_bytes, 0, explicitly_destroy=True)
             self._row_bytes = num_bytes
         return self._buffer
 

@@ -49,9 +49,6 @@ class LocalDispatcher:
     def combine(self, plan: Plan, leaving: Leaving, tokens: Sequence[Tensor]) -> None:
         """Nothing to do."""
 
-    def release(self) -> None:
-        """Nothing to do."""
-
 
 def order_of_own(ids_TK: Tensor, weights_TK: Tensor, experts: range) -> Order:
     """The order of the tokens themselves by local expert, with more room than it may need: it waits for nothing.

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_moe.buffers import subscribe
 from lightning_moe.dispatch.base import HostCopy
 from lightning_moe.dispatch.mailbox import Mailbox
 
@@ -65,9 +66,6 @@ class Transport(Protocol):
     def exchange(self, way: int, traffic: Traffic, outbox: Tensor, inbox: Tensor) -> None:
         """Send the outbox; fill the inbox, uint8 ``[N, W]``, with what arrives, sorted by source."""
 
-    def release(self) -> None:
-        """Give back what is held between exchanges. Collective."""
-
 
 class CollectiveTransport:
     """``all_to_all_single`` of ``torch.distributed``: gloo and NCCL, on any number of hosts."""
@@ -89,9 +87,6 @@ class CollectiveTransport:
         sent, received = list(traffic[self._rank]), [row[self._rank] for row in traffic]
         dist.all_to_all_single(inbox, outbox, received, sent, self._group)
 
-    def release(self) -> None:
-        """Nothing is held."""
-
 
 class NVLinkTransport:
     """Copies out of the peers' memory, for GPUs of one host that can read each other's.
@@ -108,6 +103,7 @@ class NVLinkTransport:
     """
 
     name = "NVLink copies"
+    kind = "communication"
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> None:
         self._group = group
@@ -118,6 +114,7 @@ class NVLinkTransport:
         self._timeout_ms = int(timeout.total_seconds() * 1000)
         self._mailbox = Mailbox(group, timeout)
         self._boxes: dict[int, _Box] = {}
+        subscribe(self)
         # one stream a peer, so that copies from several peers run at once
         self._streams = [torch.cuda.Stream(device, priority=-1) for _ in self._peers[1:]]  # type: ignore[no-untyped-call]
 
@@ -155,8 +152,12 @@ class NVLinkTransport:
                 lane.wait_stream(stream)
         box.in_use = True
 
+    def held_bytes(self) -> int:
+        """Of the outboxes, in symmetric memory, which the caching allocator does not count."""
+        return sum(box.mine.numel() for box in self._boxes.values())
+
     def release(self) -> None:
-        """Give the memory back once every peer has read it. Collective; the next exchange allocates anew."""
+        """Give the outboxes back once every peer has read them. Collective; the next exchange allocates anew."""
         if self._boxes:
             self._settle()
             self._boxes = {}
