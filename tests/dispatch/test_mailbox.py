@@ -16,7 +16,7 @@ from lightning_moe.dispatch import mailbox
 from lightning_moe.dispatch.mailbox import WORDS, Mailbox
 from lightning_moe.dispatch.transport import CollectiveTransport
 
-SHAPES = [(1,), (2, 3), (4, 2, 5), (WORDS,), (WORDS + 1,), (3, WORDS)]
+SHAPES = [(1,), (2, 3), (4, 2, 5), (4096,), (WORDS,)]
 MOST = 2**31 - 1
 
 
@@ -27,6 +27,10 @@ def numbers(rank: int, turn: int) -> torch.Tensor:
     return torch.where(drawn < 0, MOST, drawn)
 
 
+def all_gather(box: Mailbox, numbers: torch.Tensor) -> list[list[int]]:
+    return box.tell(box.blank(numbers.shape, numbers.device).add_(numbers)).wait()
+
+
 def gather_many(num_turns: int) -> int:
     """Ranks are late in turn, or not at all, and now and then one runs ahead as far as it can."""
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -34,9 +38,8 @@ def gather_many(num_turns: int) -> int:
     for turn in range(num_turns):
         if rng.random() < 0.2:
             time.sleep(0.01 * rng.random())
-        heard = box.all_gather(numbers(rank, turn))
-        assert heard.dtype == torch.int64
-        assert heard.tolist() == torch.stack([numbers(peer, turn) for peer in range(size)]).tolist(), turn
+        heard = all_gather(box, numbers(rank, turn))
+        assert heard == [numbers(peer, turn).flatten().tolist() for peer in range(size)], turn
     return num_turns
 
 
@@ -50,21 +53,21 @@ def two_groups() -> list[list[list[int]]]:
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     pair, everyone = pairs[dist.get_rank() // 2], dist.group.WORLD
     boxes = [Mailbox(group, timedelta(seconds=30)) for group in (pair, everyone)]
-    return [box.all_gather(torch.tensor([dist.get_rank()])).flatten().tolist() for box in boxes * 3]
+    return [all_gather(box, torch.tensor([dist.get_rank()])) for box in boxes * 3]
 
 
 def test_each_group_has_its_own():
-    all_of_them = [0, 1, 2, 3]
-    assert run(two_groups, 4) == [[pair, all_of_them] * 3 for pair in ([0, 1], [0, 1], [2, 3], [2, 3])]
+    all_of_them = [[0], [1], [2], [3]]
+    assert run(two_groups, 4) == [[pair, all_of_them] * 3 for pair in ([[0], [1]], [[0], [1]], [[2], [3]], [[2], [3]])]
 
 
 def stay_away() -> str:
     box = Mailbox(dist.group.WORLD, timedelta(seconds=0.5))
-    box.all_gather(torch.tensor([7]))
+    all_gather(box, torch.tensor([7]))
     if dist.get_rank() == 1:
         return "away"
     try:
-        box.all_gather(torch.tensor([7]))
+        all_gather(box, torch.tensor([7]))
     except TimeoutError as error:
         return str(error)
     return "heard"
@@ -81,13 +84,13 @@ def test_who_does_not_tell_is_named():
 def come_late() -> list[str]:
     """Rank 1 sleeps over rank 0's patience; then both go on."""
     box = Mailbox(dist.group.WORLD, timedelta(seconds=0.3 if dist.get_rank() == 0 else 5))
-    box.all_gather(torch.tensor([1]))
+    all_gather(box, torch.tensor([1]))
     said = []
     for turn in range(2):
         if dist.get_rank() == 1 and turn == 0:
             time.sleep(1)
         try:
-            said.append(str(box.all_gather(torch.tensor([turn])).tolist()))
+            said.append(str(all_gather(box, torch.tensor([turn]))))
         except TimeoutError as error:
             said.append(str(error))
     return said
@@ -108,7 +111,7 @@ def go_ahead() -> str:
         box._turn = 2
     begin = time.monotonic()
     try:
-        box.all_gather(torch.tensor([1]))
+        all_gather(box, torch.tensor([1]))
     except TimeoutError as error:
         return f"{time.monotonic() - begin < 10 or dist.get_rank() == 0} {error}"
     return "heard"
@@ -117,6 +120,19 @@ def go_ahead() -> str:
 def test_a_rank_that_is_behind_is_told_so_at_once():
     _, second = run(go_ahead, 2)
     assert second.startswith("True Ranks [0] of the expert-parallel group went on without this one")
+
+
+def tell_too_much() -> str:
+    with pytest.raises(ValueError, match="use a smaller") as error:
+        Mailbox(dist.group.WORLD, timedelta(seconds=5)).blank((2, 1 + WORDS // 2), torch.device("cpu"))
+    return str(error.value)
+
+
+def test_more_numbers_than_a_message_holds_are_refused():
+    assert run(tell_too_much, 1) == [
+        f"[2, {1 + WORDS // 2}] counts are more than the {WORDS} that ranks can tell each other"
+        " at once: use a smaller `num_chunks`."
+    ]
 
 
 def open_apart(whose_memory: str) -> str:
@@ -144,7 +160,7 @@ def files_left() -> bool:
     mailbox._make = lambda num_bytes: paths.append(make(num_bytes)) or paths[-1]
     box = Mailbox(dist.group.WORLD, timedelta(seconds=30))
     assert len(paths) == (dist.get_rank() == 0)
-    box.all_gather(torch.tensor([1]))
+    all_gather(box, torch.tensor([1]))
     return any(Path(path).exists() for path in paths)
 
 
@@ -153,10 +169,12 @@ def test_no_file_is_left():
 
 
 def tell_by_collective() -> list:
-    told = torch.arange(6, dtype=torch.int32).view(1, 2, 3) + 10 * dist.get_rank()
-    return CollectiveTransport(dist.group.WORLD).tell(told).wait()
+    teller = CollectiveTransport(dist.group.WORLD).teller
+    told = teller.blank((1, 2, 3), torch.device("cpu"))
+    told += torch.arange(6, dtype=torch.int32).view(1, 2, 3) + 10 * dist.get_rank()
+    return teller.tell(told).wait()
 
 
 def test_a_collective_tells_the_same():
-    expected = [[[[10 * r, 10 * r + 1, 10 * r + 2], [10 * r + 3, 10 * r + 4, 10 * r + 5]]] for r in range(3)]
+    expected = [[10 * r + i for i in range(6)] for r in range(3)]
     assert run(tell_by_collective, 3) == [expected] * 3

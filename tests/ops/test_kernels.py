@@ -201,9 +201,11 @@ ROUTINGS = [(1, 1, 1), (7, 2, 3), (300, 5, 4), (700, 16, 8)]
 
 def assert_routed(kernels, ids_TK, num_experts: int, num_ranks: int, num_chunks: int) -> None:
     """Counts, and places on each rank, from ids on the device, against the reference on the CPU."""
-    counts_C2P = torch.zeros(num_chunks, 2, num_ranks, dtype=torch.int32, device=DEVICE)
+    counts_C2P = torch.full((num_chunks, 2, num_ranks), 1 << 40, device=DEVICE)
+    expected_C2P = counts_C2P.cpu()
     kernels.routing.count_ids(ids_TK, num_experts // num_ranks, counts_C2P)
-    assert torch.equal(counts_C2P.cpu(), count_needs(ids_TK.cpu(), num_experts, num_ranks, num_chunks))
+    count_needs(ids_TK.cpu(), num_experts, expected_C2P)
+    assert torch.equal(counts_C2P.cpu(), expected_C2P)
     for rank in range(num_ranks if num_ranks > 1 else 0):
         copies_TJ = torch.full((len(ids_TK), num_ranks - 1), 77, dtype=torch.int32, device=DEVICE)
         kernels.routing.place_copies_of_ids(ids_TK, num_experts // num_ranks, rank, num_chunks, copies_TJ)
@@ -630,7 +632,9 @@ def run_count(kernels, place, size: int, dtype) -> None:
     ids_TK = random_ids(size, 8, 3).to(torch.int64 if dtype == torch.float32 else torch.int32)
     counts_C2P = place(torch.zeros(2, 2, 4, dtype=torch.int32))
     kernels.routing.count_ids(place(ids_TK), 2, counts_C2P)
-    assert torch.equal(counts_C2P.cpu(), count_needs(ids_TK, 8, 4, 2))
+    expected_C2P = torch.zeros(2, 2, 4, dtype=torch.int32)
+    count_needs(ids_TK, 8, expected_C2P)
+    assert torch.equal(counts_C2P.cpu(), expected_C2P)
 
 
 def run_place(kernels, place, size: int, dtype) -> None:
@@ -775,7 +779,8 @@ def by_public_functions(num_rows: int, device: str, dtype):
     """What the public functions make of the same numbers on a device, step by step, in a dict by name."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     ids_NK, weights_NK = random_ids(num_rows, 8, 2), draw(num_rows, 2, dtype=wide)
-    counts_C2P = count_needs(ids_NK.long().to(device), 8, 2, 3)
+    counts_C2P = torch.zeros(3, 2, 2, dtype=torch.int64, device=device)
+    count_needs(ids_NK.long().to(device), 8, counts_C2P)
     copies_TJ = place_copies(ids_NK.long().to(device), 8, 2, 1, 3)
     order = sorted_order(ids_NK.to(device), weights_NK.to(device), 4, 4, room=ids_NK.numel())
     num_sorted = order.by_expert.num_copies

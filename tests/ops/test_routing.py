@@ -32,7 +32,8 @@ def test_chunks_are_contiguous_cover_the_batch_and_are_even(num_tokens, num_chun
 @given(st.lists(st.lists(st.integers(-1, 5), min_size=3, max_size=3), max_size=12), st.integers(1, 5))
 def test_slots_are_counted_for_each_chunk_and_rank(rows, num_chunks):
     """Also those that name an expert a second time."""
-    counts_C2P = count_needs(ids_tensor(rows, 3, torch.int64), 6, 3, num_chunks)
+    counts_C2P = torch.zeros(num_chunks, 2, 3, dtype=torch.int64)
+    count_needs(ids_tensor(rows, 3, torch.int64), 6, counts_C2P)
     chunks = [rows[chunk] for chunk in chunk_slices(len(rows), num_chunks)]
     slots = [[[sum(i // 2 == rank for i in row) for row in chunk] for rank in range(3)] for chunk in chunks]
     assert counts_C2P[:, 0].tolist() == [[sum(n > 0 for n in of_rank) for of_rank in chunk] for chunk in slots]
@@ -54,9 +55,9 @@ def test_a_rank_needs_a_token_once_and_its_experts_each_slot(case):
         chunks = chunk_slices(len(rows), num_chunks)
         expected = [[[sum(of_rank[chunk]) for of_rank in counts] for counts in (wanted, slots)] for chunk in chunks]
         for dtype in (torch.int32, torch.int64):
-            counts_C2P = count_needs(ids_tensor(rows, top_k, dtype), num_ranks * num_local, num_ranks, num_chunks)
-            assert counts_C2P.tolist() == expected
-            assert counts_C2P.dtype == torch.int32
+            counts_C2P = torch.full((num_chunks, 2, num_ranks), 1 << 40)
+            count_needs(ids_tensor(rows, top_k, dtype), num_ranks * num_local, counts_C2P)
+            assert (counts_C2P - (1 << 40)).tolist() == expected
 
 
 @on_every_edge

@@ -26,7 +26,7 @@ class AllToAllDispatcher(Planner):
     """
 
     def __init__(self, group: dist.ProcessGroup, transport: Transport) -> None:
-        super().__init__(group, transport.tell)
+        super().__init__(group, transport.teller)
         self.transport = transport
 
     def arriving(self, plan: Plan, tokens: Sequence[Tensor]) -> Arriving:

@@ -18,12 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_moe.buffers import subscribe
-from lightning_moe.dispatch.base import Arriving, HostCopy, Leaving, Place, Plan
+from lightning_moe.dispatch.base import Arriving, Leaving, Place, Plan
 from lightning_moe.dispatch.bundle import columns, empty, row_bytes
 from lightning_moe.dispatch.local import Places, Rows
 from lightning_moe.dispatch.mailbox import Mailbox
 from lightning_moe.dispatch.planner import Planner, Route
-from lightning_moe.dispatch.transport import Told
 
 SIZES = (2, 4, 8)  # ranks of a group that DeepEP serves on one host
 
@@ -84,8 +83,7 @@ class DeepEPDispatcher(Planner):
         if settings is None:
             settings = DeepEPSettings.of(group.size(), torch.cuda.get_device_properties(device).multi_processor_count)
         self._buffer = _BufferV1(group, settings)
-        mailbox = Mailbox(group, timeout)
-        super().__init__(group, lambda counts: Told(HostCopy(counts), mailbox))
+        super().__init__(group, Mailbox(group, timeout))
 
     def arriving(self, plan: Plan, tokens: Sequence[Tensor]) -> Arriving:
         messages = _messages(tokens)

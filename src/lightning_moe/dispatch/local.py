@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from lightning_moe.dispatch.base import Arriving, HostCopy, Leaving, Place, Plan, check_plan, nothing
@@ -26,7 +27,9 @@ class LocalDispatcher:
     ) -> list[Plan]:
         check_plan(num_experts, num_chunks, self.size)
         ids_TK, experts = ids_TK.int().contiguous(), range(num_experts)
-        counts = HostCopy(count_needs(ids_TK, num_experts, 1, num_chunks))
+        counts_C21 = torch.zeros(num_chunks, 2, 1, dtype=torch.int64, device=ids_TK.device)
+        count_needs(ids_TK, num_experts, counts_C21)
+        counts = HostCopy(counts_C21)
         chunks = chunk_slices(ids_TK.shape[0], num_chunks)
         orders = [order_of_own(ids_TK[tokens], weights_TK[tokens], experts) for tokens in chunks]
         meanwhile()
@@ -34,7 +37,7 @@ class LocalDispatcher:
             Plan(
                 tokens, ids_TK[tokens], tokens.stop - tokens.start, experts, num_sorted, 0, order.cut(num_sorted), None
             )
-            for tokens, order, (_, (num_sorted,)) in zip(chunks, orders, counts.wait().tolist(), strict=True)
+            for tokens, order, (_, (num_sorted,)) in zip(chunks, orders, counts.wait(), strict=True)
         ]
 
     def arriving(self, plan: Plan, tokens: Sequence[Tensor]) -> Arriving:

@@ -1,23 +1,29 @@
 """Small numbers between the processes of one host, through shared memory.
 
 What a layer must know before it can allocate anything is a handful of counts from each rank. They have to reach the hosts, not
-the devices, and a collective on the devices takes many times as long as a look into shared memory.
+the devices, and a collective on the devices takes many times as long as a look into shared memory. A device writes its counts
+there itself, so no host waits for its own before all others can read them.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 import tempfile
 import time
+import weakref
+from collections.abc import Sequence
 from datetime import timedelta
+from math import prod
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-WORDS = 4096  # of a message; longer ones go in pieces
+WORDS = 1 << 16  # of a message
 TURN = 1 << 32
+_SPIN = 1e-3  # seconds; what takes longer is looked for less often
 
 
 class Mailbox:
@@ -39,53 +45,68 @@ class Mailbox:
 
     def __init__(self, group: dist.ProcessGroup, timeout: timedelta) -> None:
         self._rank, self._size, self._timeout, self._turn = group.rank(), group.size(), timeout, 0
-        self._broken = False
+        self._broken = self._registered = False
         path: list[str | None] = [_make(8 * 2 * self._size * WORDS) if self._rank == 0 else None]
         dist.broadcast_object_list(path, group=group, group_src=0)
-        words = _open(path[0], 2 * self._size * WORDS)
+        memory = _open(path[0])
         opened: list[bool] = [False] * self._size
-        dist.all_gather_object(opened, words is not None, group)
+        dist.all_gather_object(opened, memory is not None, group)
         if self._rank == 0 and path[0] is not None:
             os.unlink(path[0])  # the memory lives as long as somebody has it mapped
-        if words is None or not all(opened):
+        if memory is None or not all(opened):
             raise OSError(
                 f"ranks {[rank for rank, here in enumerate(opened) if not here]} do not share memory with rank 0"
             )
-        self._words = words.view(2, self._size, WORDS)
+        self._read = memoryview(memory).cast("q")
+        self._all = torch.frombuffer(memory, dtype=torch.int64)
+        self._mine = self._all.view(2, self._size, WORDS)[:, self._rank].unbind()
 
-    def all_gather(self, numbers: Tensor) -> Tensor:
-        """Every rank's numbers.
-
-        Args:
-            numbers: int32 on the CPU, at least one, not negative, of the same shape on every rank.
-
-        Returns:
-            int64, with a dimension for the ranks before the others.
+    def blank(self, shape: Sequence[int], device: torch.device) -> Tensor:
+        """Zeros for the next :meth:`tell`, to be added to: int64, and marked with its turn.
 
         Raises:
-            TimeoutError: A rank's numbers did not come, now or in an earlier call, or it is ahead of this one.
+            ValueError: There are more numbers than a message holds.
 
         """
-        pieces = [self._exchange(piece) for piece in torch.split(numbers.flatten().long(), WORDS)]
-        return torch.cat(pieces, dim=1).view(self._size, *numbers.shape)
+        if prod(shape) > WORDS:
+            raise ValueError(
+                f"{list(shape)} counts are more than the {WORDS} that ranks can tell each other at once: use a smaller"
+                " `num_chunks`."
+            )
+        return torch.full(shape, (self._turn + 1) * TURN, dtype=torch.int64, device=device)
 
-    def _exchange(self, numbers: Tensor) -> Tensor:
+    def tell(self, numbers: Tensor) -> Letter:
+        """Tell all ranks' hosts some numbers, without waiting for anything.
+
+        Args:
+            numbers: From :meth:`blank`, of the same shape on every rank; at least 0 and less than 2**31 was added.
+
+        Raises:
+            TimeoutError: A rank's numbers did not come in an earlier call.
+
+        """
         if self._broken:
             raise TimeoutError("The ranks lost step when one of them did not tell its counts in time: start them anew.")
         self._turn += 1
-        words = self._words[self._turn % 2, :, : numbers.shape[0]]
-        words[self._rank] = numbers + self._turn * TURN
-        deadline = time.monotonic() + self._timeout.total_seconds()
-        first = self._turn * TURN
+        if numbers.is_cuda and not self._registered:
+            _register(self, self._all)
+            self._registered = True
+        self._mine[self._turn % 2][: numbers.numel()].copy_(numbers.flatten(), non_blocking=True)
+        return Letter(self, self._turn, numbers.numel())
+
+    def collect(self, turn: int, count: int) -> list[list[int]]:
+        """Wait for every rank's numbers; see :class:`Letter`."""
+        starts = [(turn % 2 * self._size + rank) * WORDS for rank in range(self._size)]
+        first, begin, patience = turn * TURN, time.monotonic(), self._timeout.total_seconds()
         while True:
-            heard = words.clone()
-            earliest, latest = heard.aminmax()
-            if earliest >= first and latest < first + TURN:
-                return heard - first
-            if latest >= first + TURN or time.monotonic() > deadline:
+            heard = [self._read[start : start + count].tolist() for start in starts]
+            if all(first <= min(words) and max(words) < first + TURN for words in heard):
+                return [[word - first for word in words] for words in heard]
+            waited, latest = time.monotonic() - begin, max(map(max, heard))
+            if latest >= first + TURN or waited > patience:
                 self._broken = True  # what comes later belongs to other calls
-                ranks = (heard < first).any(1).nonzero().flatten().tolist()
-                ahead = (heard >= first + TURN).any(1).nonzero().flatten().tolist()
+                ranks = [rank for rank, words in enumerate(heard) if min(words) < first]
+                ahead = [rank for rank, words in enumerate(heard) if max(words) >= first + TURN]
                 if ahead:
                     raise TimeoutError(
                         f"Ranks {ahead} of the expert-parallel group went on without this one: they do not call the same"
@@ -95,15 +116,39 @@ class Mailbox:
                     f"Ranks {ranks} of the expert-parallel group did not tell their counts within {self._timeout}: they"
                     " failed, or they do not call the same layers in the same order."
                 )
-            time.sleep(0)  # let other threads of this process run
+            time.sleep(0 if waited < _SPIN else 5e-5)  # let other threads of this process run
 
 
-def _open(path: str | None, num_words: int) -> Tensor | None:
+class Letter:
+    """Numbers on their way between the hosts.
+
+    Args:
+        mailbox: Where they are told.
+        turn: Of the mailbox.
+        count: Numbers that each rank tells.
+
+    """
+
+    def __init__(self, mailbox: Mailbox, turn: int, count: int) -> None:
+        self._mailbox, self._turn, self._count = mailbox, turn, count
+
+    def wait(self) -> list[list[int]]:
+        """Every rank's numbers.
+
+        Raises:
+            TimeoutError: A rank's numbers did not come, or it is ahead of this one.
+
+        """
+        return self._mailbox.collect(self._turn, self._count)
+
+
+def _open(path: str | None) -> mmap.mmap | None:
     if path is None or not Path(path).exists():
         return None
     try:
-        return torch.from_file(path, shared=True, size=num_words, dtype=torch.int64)
-    except RuntimeError:
+        with open(path, "r+b") as file:
+            return mmap.mmap(file.fileno(), 0)
+    except (OSError, ValueError):
         return None
 
 
@@ -116,3 +161,10 @@ def _make(num_bytes: int) -> str | None:
     except OSError:
         return None
     return path
+
+
+def _register(owner: Mailbox, words: Tensor) -> None:
+    """Let devices write to the memory while the host goes on; where they may not, a write takes the host's time."""
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    if int(runtime.cudaHostRegister(words.data_ptr(), words.nbytes, 0)) == 0:
+        weakref.finalize(owner, lambda: runtime.cudaHostUnregister(words.data_ptr()))

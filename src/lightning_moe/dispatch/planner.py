@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_moe.dispatch.base import Place, Plan, check_plan, nothing
 from lightning_moe.dispatch.local import order_of_own
 from lightning_moe.dispatch.schedule import schedule
-from lightning_moe.dispatch.transport import Told, Traffic
+from lightning_moe.dispatch.transport import Teller, Traffic
 from lightning_moe.ops.routing import chunk_slices, count_needs, place_copies
 from lightning_moe.ops.rows import RowMap
 
@@ -28,14 +28,14 @@ class Planner:
 
     Args:
         group: The expert-parallel group.
-        tell: As :meth:`~lightning_moe.dispatch.transport.Transport.tell`.
+        teller: Tells each rank's host what the others send it.
 
     """
 
-    def __init__(self, group: dist.ProcessGroup, tell: Callable[[Tensor], Told]) -> None:
+    def __init__(self, group: dist.ProcessGroup, teller: Teller) -> None:
         self.size = group.size()
         self.rank = group.rank()
-        self._tell = tell
+        self._teller = teller
 
     def plan(
         self,
@@ -51,17 +51,19 @@ class Planner:
         experts = range(self.rank * num_local, (self.rank + 1) * num_local)
         units = chunk_slices(num_tokens, num_units)
         tokens_of = [slice(units[chunk.units.start].start, units[chunk.units.stop - 1].stop) for chunk in chunks]
-        heard = self._tell(count_needs(ids_TK, num_experts, self.size, num_units))
+        counts_U2P = self._teller.blank((num_units, 2, self.size), ids_TK.device)
+        count_needs(ids_TK, num_experts, counts_U2P)
+        heard = self._teller.tell(counts_U2P)
         # the device sorts the first chunk's rows, if it has them, while the host waits
         ids_TK, first = ids_TK.int().contiguous(), tokens_of[0]
         order = None if chunks[0].peers else order_of_own(ids_TK[first], weights_TK[first], experts)
         copies_TJ = _Copies(ids_TK, num_experts, self.size, self.rank, num_travels)
         meanwhile()
-        counts_PU2P = heard.wait()
+        counts_PN = heard.wait()
         plans: list[Plan] = []
         num_written = 0  # so many tokens get the first part of their sum from own rows, the others from the peers' rows
         for chunk, tokens in zip(chunks, tokens_of, strict=True):
-            counts_P2P = [_summed(counts_U2P[chunk.units]) for counts_U2P in counts_PU2P]
+            counts_P2P = [_summed(counts_N, chunk.units, self.size) for counts_N in counts_PN]
             slots_P = [slots[self.rank] for _, slots in counts_P2P]
             num_tokens, num_summed, route = tokens.stop - tokens.start, 0, None
             num_rows, num_sorted = (num_tokens, slots_P[self.rank]) if chunk.own else (0, 0)
@@ -152,9 +154,13 @@ def _takes_own(plan: Plan) -> bool:
     return bool(plan.num_rows > plan.route.num_received)
 
 
-def _summed(counts_U2P: list[list[list[int]]]) -> list[list[int]]:
-    """Over the units: ``[2, P]``."""
-    return [[sum(numbers) for numbers in zip(*rows, strict=True)] for rows in zip(*counts_U2P, strict=True)]
+def _summed(counts_U2P: list[int], units: slice, size: int) -> tuple[list[int], list[int]]:
+    """Tokens and slots for each rank, over some units of a flattened ``[U, 2, P]``."""
+    line = [
+        counts_U2P[start : start + 2 * size] for start in range(2 * size * units.start, 2 * size * units.stop, 2 * size)
+    ]
+    sums = line[0] if len(line) == 1 else [sum(numbers) for numbers in zip(*line, strict=True)]
+    return sums[:size], sums[size:]
 
 
 def _peers(tokens_PP: list[list[int]]) -> Traffic:

@@ -7,8 +7,9 @@ must take alike, such as growing a buffer, need no further agreement.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,16 +27,21 @@ DISPATCH, COMBINE = 0, 1
 """Ways: each has its own outbox, since the next chunk is packed while the last one leaves."""
 
 
-class Told(NamedTuple):
-    """Numbers on their way to the host, and from there to other ranks' hosts if they are not all ranks' already."""
+class Told(Protocol):
+    """Numbers on their way to the hosts."""
 
-    copy: HostCopy
-    mailbox: Mailbox | None
+    def wait(self) -> list[list[int]]:
+        """Every rank's numbers, those of one rank in one row."""
 
-    def wait(self) -> list[Any]:
-        numbers = self.copy.wait()
-        told: list[Any] = (numbers if self.mailbox is None else self.mailbox.all_gather(numbers)).tolist()
-        return told
+
+class Teller(Protocol):
+    """Tells every rank's host some numbers, as many on each rank."""
+
+    def blank(self, shape: Sequence[int], device: torch.device) -> Tensor:
+        """What the numbers are to be added to, as if it were zeros: int64."""
+
+    def tell(self, numbers: Tensor) -> Told:
+        """Send a blank that numbers below 2**31 were added to; issues work that it does not wait for."""
 
 
 class Transport(Protocol):
@@ -45,8 +51,9 @@ class Transport(Protocol):
     def name(self) -> str:
         """As the report shows it."""
 
-    def tell(self, counts: Tensor) -> Told:
-        """Tell every rank's host some int32 numbers, as many on each rank; issues work that it does not wait for."""
+    @property
+    def teller(self) -> Teller:
+        """Of the numbers of rows."""
 
     def outbox(self, way: int, traffic: Traffic, like: Tensor) -> Tensor:
         """Room for the rows that this rank is about to send, sorted by destination.
@@ -74,11 +81,7 @@ class CollectiveTransport:
         self._group = group
         self._rank = group.rank()
         self.name = dist.get_backend(group)
-
-    def tell(self, counts: Tensor) -> Told:
-        heard = counts.new_empty(self._group.size(), *counts.shape)
-        dist.all_gather(list(heard.unbind(0)), counts, self._group)
-        return Told(HostCopy(heard), None)
+        self.teller = CollectiveTeller(group)
 
     def outbox(self, way: int, traffic: Traffic, like: Tensor) -> Tensor:
         return like.new_empty(sum(traffic[self._rank]), like.shape[1])
@@ -86,6 +89,21 @@ class CollectiveTransport:
     def exchange(self, way: int, traffic: Traffic, outbox: Tensor, inbox: Tensor) -> None:
         sent, received = list(traffic[self._rank]), [row[self._rank] for row in traffic]
         dist.all_to_all_single(inbox, outbox, received, sent, self._group)
+
+
+class CollectiveTeller:
+    """``all_gather`` of ``torch.distributed``."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def blank(self, shape: Sequence[int], device: torch.device) -> Tensor:
+        return torch.zeros(*shape, dtype=torch.int64, device=device)
+
+    def tell(self, numbers: Tensor) -> Told:
+        heard = numbers.new_empty(self._group.size(), numbers.numel())
+        dist.all_gather(list(heard.unbind(0)), numbers.flatten(), self._group)
+        return HostCopy(heard)
 
 
 class NVLinkTransport:
@@ -112,14 +130,11 @@ class NVLinkTransport:
         # each rank starts with another one, so that not all read the same memory at once
         self._peers = [(self._rank + step) % self._size for step in range(1, self._size)]
         self._timeout_ms = int(timeout.total_seconds() * 1000)
-        self._mailbox = Mailbox(group, timeout)
+        self.teller = Mailbox(group, timeout)
         self._boxes: dict[int, _Box] = {}
         subscribe(self)
         # one stream a peer, so that copies from several peers run at once
         self._streams = [torch.cuda.Stream(device, priority=-1) for _ in self._peers[1:]]  # type: ignore[no-untyped-call]
-
-    def tell(self, counts: Tensor) -> Told:
-        return Told(HostCopy(counts), self._mailbox)
 
     def outbox(self, way: int, traffic: Traffic, like: Tensor) -> Tensor:
         width = like.shape[1]

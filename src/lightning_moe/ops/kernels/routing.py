@@ -26,7 +26,7 @@ def count_ids(ids_TK: Tensor, num_local: int, counts_C2P: Tensor) -> None:
     Args:
         ids_TK: int32 or int64 ``[T, K]``, not empty.
         num_local: e, the experts on each rank.
-        counts_C2P: int32 ``[C, 2, P]``, zeros, written.
+        counts_C2P: int32 or int64 ``[C, 2, P]``, contiguous, added to.
 
     """
     (num_tokens, top_k), (num_chunks, _, num_ranks) = ids_TK.shape, counts_C2P.shape
