@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -65,7 +66,7 @@ class _ChunkedExperts(torch.autograd.Function):
         weight_grad_scale: float,
     ) -> Tensor:
         experts = Weights(gate_up_e2FH, down_eHF)
-        with torch.autocast(tokens_TH.device.type, enabled=False):
+        with _without_autocast(tokens_TH.device.type):
             out_TH, kept = primitives.forward(dispatcher, plans, tokens_TH, weights_TK, experts, mode)
         ctx.dispatcher, ctx.plans, ctx.weight_grad_scale = dispatcher, plans, weight_grad_scale
         ctx.restore, tensors = _flattened(kept)
@@ -77,7 +78,7 @@ class _ChunkedExperts(torch.autograd.Function):
     def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor | None, ...]:
         gate_up_e2FH, down_eHF, tokens_TH, *tensors = ctx.saved_tensors
         grad_TH = grad_TH.contiguous()  # `sum().backward()` sends an expanded scalar
-        with torch.autocast(grad_TH.device.type, enabled=False):
+        with _without_autocast(grad_TH.device.type):
             grads = primitives.backward(
                 ctx.dispatcher,
                 ctx.plans,
@@ -89,6 +90,11 @@ class _ChunkedExperts(torch.autograd.Function):
                 ctx.weight_grad_scale,
             )
         return (*grads, None, None, None, None)
+
+
+def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
+    # the context takes the host longer than a launch: it is entered where it is needed
+    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
 
 
 def _flattened(kept: Kept) -> tuple[Callable[[Sequence[Any]], Kept], list[Tensor | None]]:

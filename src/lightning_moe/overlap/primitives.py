@@ -237,15 +237,14 @@ def backward(
             act_RF, rebuilt_RF = kept.act_RF[places[i]], None
         grad_weights_R = swiglu_backward(grad_act_RF, gate_up_R2F, order.weights_R, grad_gate_up_R2F, rebuilt_RF)
         del gate_up_R2F, grad_act_RF
-        down_operands: tuple[Tensor, Tensor] | None = None
-        if of_down is not None and of_down.running:  # where memory counts, these go before the next rows come
-            of_down.add(i, grad_out_RH, act_RF)
-        else:
-            down_operands = (grad_out_RH, act_RF)
+        waiting: list[_Summand] = []
+        _add(of_down, i, grad_out_RH, act_RF, waiting)
         del grad_out_RH, act_RF
-        grad_rows_RH = torch.empty_like(rows_RH)
+        _add(of_gate_up, i, grad_gate_up_R2F, rows_RH, waiting)
+        read_again = kept.rows_RH is not None or bool(waiting)
+        grad_rows_RH = torch.empty_like(rows_RH) if read_again else rows_RH
         grouped_mm(grad_gate_up_R2F, gate_up_e2FH, group, grad_rows_RH)
-        return _BackwardChunk([grad_rows_RH], grad_weights_R, (grad_gate_up_R2F, rows_RH), down_operands)
+        return _BackwardChunk([grad_rows_RH], grad_weights_R, waiting)
 
     def leave(i: int, product: _BackwardChunk) -> Communication | None:
         plan = plans[i]
@@ -255,10 +254,10 @@ def backward(
         return _travelling(plan, dispatcher.combine, leaving, homes)
 
     def finish(i: int, product: _BackwardChunk) -> None:
-        if of_gate_up is not None:
-            of_gate_up.add(i, *product.gate_up_operands)
-        if of_down is not None and product.down_operands is not None:
-            of_down.add(i, *product.down_operands)
+        while product.waiting:
+            gradient, grad_RM, rows_RN = product.waiting.pop(0)
+            gradient.add(i, grad_RM, rows_RN)
+            del grad_RM, rows_RN  # before the next gradient is made
 
     pipeline(Lanes(grad_TH.device), range(len(plans)), arrive, work, leave, finish)
     return Gradients(
@@ -274,8 +273,21 @@ class _BackwardChunk(NamedTuple):
 
     grad_rows: list[Tensor]
     grad_weights_R: Tensor
-    gate_up_operands: tuple[Tensor, Tensor]
-    down_operands: tuple[Tensor, Tensor] | None
+    waiting: list[_Summand]
+
+
+_Summand = tuple[WeightGradient, Tensor, Tensor]
+"""What is to be added to a weight's gradient: its two operands."""
+
+
+def _add(
+    gradient: WeightGradient | None, chunk: int, grad_RM: Tensor, rows_RN: Tensor, waiting: list[_Summand]
+) -> None:
+    """Add a chunk's part at once where memory counts, so that the operands can go; else while nobody waits for it."""
+    if gradient is not None and gradient.running:
+        gradient.add(chunk, grad_RM, rows_RN)
+    elif gradient is not None:
+        waiting.append((gradient, grad_RM, rows_RN))
 
 
 def _travelling(plan: Plan, run: Callable[..., None], *args: object) -> Communication | None:
