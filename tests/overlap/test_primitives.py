@@ -156,6 +156,17 @@ def test_a_weight_gradient_that_is_not_asked_for_is_none(mode, needed):
             torch.testing.assert_close(actual, exact, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("mode", ROUTED_MODES)
+def test_it_does_not_matter_how_many_chunks_are_summed_together(mode):
+    """From batches whose operands are small beside the matrices to some that outgrow them with their first chunk."""
+    for num_tokens in (3, 12, 18, 30, 60):
+        case = make_case(0, num_tokens)
+        _, grads, _, _ = call(LocalDispatcher(), case, 0, 5, mode)
+        _, (tokens,), (weights,), gate_up, down = reference([case])
+        for actual, exact in zip(grads, (tokens, weights, SCALE * gate_up, SCALE * down), strict=True):
+            torch.testing.assert_close(actual, exact, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("num_chunks", [1, 5, 16])
 def test_bf16_weight_gradients_are_rounded_once_whatever_the_chunks(num_chunks):
     """Against float64 sums of the very bf16 factors that backward multiplies: half a unit of bf16, and no more."""

@@ -219,30 +219,30 @@ def backward(
         grad_out_RH = grad_TH.new_empty(num_rows, grad_TH.shape[1]) if grad_out_RH is None else grad_out_RH
         gather(received.pop(), sort, grad_out_RH)
         del received
+        # what is rebuilt here is read once more at most, so it shares its memory with the gradient that takes its place
+        if grad_gate_up_R2F is None:
+            grad_gate_up_R2F = grad_TH.new_empty(num_rows, gate_up_e2FH.shape[1])
         if kept.gate_up_R2F is None:
-            gate_up_R2F = grad_TH.new_empty(num_rows, gate_up_e2FH.shape[1])
+            gate_up_R2F = grad_gate_up_R2F
             grouped_mm(rows_RH, gate_up_e2FH.mT, group, gate_up_R2F)
         else:
             gate_up_R2F = kept.gate_up_R2F[places[i]]
 
         grad_act_RF = grad_TH.new_empty(num_rows, down_eHF.shape[2])
         grouped_mm(grad_out_RH, down_eHF, group, grad_act_RF)
-        # what is rebuilt here is read once more at most, so it may share its memory with the gradient that takes its place
-        if grad_gate_up_R2F is None:
-            grad_gate_up_R2F = gate_up_R2F if kept.gate_up_R2F is None else torch.empty_like(gate_up_R2F)
+        factors = (grad_act_RF, gate_up_R2F, order.weights_R, grad_gate_up_R2F)
         if kept.act_RF is None:
             act_RF = grad_act_RF if act_RF is None else act_RF
-            rebuilt_RF = act_RF
+            grad_weights_R = swiglu_backward(*factors, act_RF)
         else:
-            act_RF, rebuilt_RF = kept.act_RF[places[i]], None
-        grad_weights_R = swiglu_backward(grad_act_RF, gate_up_R2F, order.weights_R, grad_gate_up_R2F, rebuilt_RF)
-        del gate_up_R2F, grad_act_RF
+            act_RF = kept.act_RF[places[i]]
+            grad_weights_R = swiglu_backward(*factors)
+        del factors, gate_up_R2F, grad_act_RF
         waiting: list[_Summand] = []
         _add(of_down, i, grad_out_RH, act_RF, waiting)
         del grad_out_RH, act_RF
-        _add(of_gate_up, i, grad_gate_up_R2F, rows_RH, waiting)
-        read_again = kept.rows_RH is not None or bool(waiting)
-        grad_rows_RH = torch.empty_like(rows_RH) if read_again else rows_RH
+        was_read = _add(of_gate_up, i, grad_gate_up_R2F, rows_RH, waiting)
+        grad_rows_RH = rows_RH if was_read and kept.rows_RH is None else torch.empty_like(rows_RH)
         grouped_mm(grad_gate_up_R2F, gate_up_e2FH, group, grad_rows_RH)
         return _BackwardChunk([grad_rows_RH], grad_weights_R, waiting)
 
@@ -282,12 +282,14 @@ _Summand = tuple[WeightGradient, Tensor, Tensor]
 
 def _add(
     gradient: WeightGradient | None, chunk: int, grad_RM: Tensor, rows_RN: Tensor, waiting: list[_Summand]
-) -> None:
-    """Add a chunk's part at once where memory counts, so that the operands can go; else while nobody waits for it."""
-    if gradient is not None and gradient.running:
-        gradient.add(chunk, grad_RM, rows_RN)
-    elif gradient is not None:
-        waiting.append((gradient, grad_RM, rows_RN))
+) -> bool:
+    """Add a chunk's part at once where memory counts, else while nobody waits for it; returns whether the operands can go."""
+    if gradient is None:
+        return True
+    if gradient.at_once:
+        return gradient.add(chunk, grad_RM, rows_RN)
+    waiting.append((gradient, grad_RM, rows_RN))
+    return False
 
 
 def _travelling(plan: Plan, run: Callable[..., None], *args: object) -> Communication | None:

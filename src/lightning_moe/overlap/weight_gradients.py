@@ -1,14 +1,13 @@
-"""The gradient of one expert matrix, over all chunks of one call: one product at the end, or a running total.
+"""The gradient of one expert matrix, over all chunks of one call.
 
-One product over all chunks' rows is the faster way, and needs both operands of all chunks at once: what native expert
-parallelism holds too. A running total needs only one chunk's operands, and a float32 matrix of the weight's size instead.
+One product over all chunks' rows is the fastest way, and needs both operands of all chunks at once: what native expert
+parallelism holds too. Where memory counts, operands wait only for as long as they are smaller than the float32 matrix that
+sums them up; from then on each chunk is added to that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate
 
 import torch
@@ -18,29 +17,32 @@ from lightning_moe.ops.grouped_mm import Groups, weight_gradient
 from lightning_moe.ops.rows import accumulation_dtype
 
 
-@dataclass(frozen=True)
 class ChunkGroups:
     """The rows of each chunk's experts, where all chunks lie in one tensor, one after the other.
 
     Args:
         chunks: Each chunk's, as if it were alone.
 
+    Attributes:
+        rows: Of each chunk.
+
     """
 
-    chunks: Sequence[Groups]
+    def __init__(self, chunks: Sequence[Groups]) -> None:
+        self.chunks = chunks
+        self.rows = chunk_rows(chunk.num_rows for chunk in chunks)
+        self._first: dict[int, Groups] = {}
 
-    @cached_property
-    def rows(self) -> list[slice]:
-        """Of each chunk."""
-        return chunk_rows(chunk.num_rows for chunk in self.chunks)
-
-    @cached_property
-    def together(self) -> Groups:
-        """All of them: ``C * e`` groups."""
-        ends_Ce = torch.stack([chunk.ends_e for chunk in self.chunks])
-        sizes_C = ends_Ce[:, -1]
-        firsts_C = sizes_C.cumsum(0, dtype=ends_Ce.dtype) - sizes_C
-        return Groups(self.rows[-1].stop, (ends_Ce + firsts_C.unsqueeze(1)).flatten())
+    def first(self, count: int) -> Groups:
+        """Those of the first chunks: ``count * e`` groups."""
+        if count == 1:
+            return self.chunks[0]
+        if count not in self._first:  # both matrices of a call ask for it
+            ends_Ce = torch.stack([chunk.ends_e for chunk in self.chunks[:count]])
+            sizes_C = ends_Ce[:, -1]
+            firsts_C = sizes_C.cumsum(0, dtype=ends_Ce.dtype) - sizes_C
+            self._first[count] = Groups(self.rows[count - 1].stop, (ends_Ce + firsts_C.unsqueeze(1)).flatten())
+        return self._first[count]
 
 
 class WeightGradient:
@@ -51,52 +53,65 @@ class WeightGradient:
         groups: The rows of each chunk's experts; both matrices of a call share it.
         scale: Factor on the sum, applied before it is rounded.
         rows_RN: The grouped GEMM's input, R rows of all chunks together, where that was kept.
-        frugal: Whether memory counts for more than speed. Then a running total is taken if it is the smaller one.
+        frugal: Whether memory counts for more than speed.
+
+    Attributes:
+        result_eMN: In the matrix's dtype, once all chunks were added; before that, the sum so far, or ``None``.
+        at_once: Whether a chunk is best added as soon as its operands are there, since memory comes back by it.
 
     """
 
     def __init__(
         self, weight_eMN: Tensor, groups: ChunkGroups, scale: float, rows_RN: Tensor | None, frugal: bool
     ) -> None:
+        num_chunks = len(groups.chunks)
         self.result_eMN: Tensor | None = None
-        self._weight, self._groups, self._scale = weight_eMN, groups, scale
-        (num_experts, width_m, width_n), num_rows = weight_eMN.shape, groups.rows[-1].stop
-        self._dtype = accumulation_dtype(weight_eMN.dtype)
-        total = num_experts * width_m * width_n * self._dtype.itemsize
-        operands = num_rows * (width_m + width_n) * weight_eMN.element_size()
+        self.at_once = frugal and num_chunks > 1
+        self._weight, self._groups, self._scale, self._num_chunks = weight_eMN, groups, scale, num_chunks
+        self._total_dtype = accumulation_dtype(weight_eMN.dtype)
+        self._num_together = self._few_chunks() if frugal else num_chunks
         self._grads_RM: Tensor | None = None
         self._rows_RN = rows_RN
-        if len(groups.chunks) > 1 and not (frugal and total < operands):
+        if self._num_together > 1:
+            num_rows, (_, width_m, width_n) = groups.rows[self._num_together - 1].stop, weight_eMN.shape
             self._grads_RM = weight_eMN.new_empty(num_rows, width_m)
             self._rows_RN = weight_eMN.new_empty(num_rows, width_n) if rows_RN is None else rows_RN
 
-    @property
-    def running(self) -> bool:
-        """Whether a chunk's operands are read when they are added, and are not needed after that."""
-        return len(self._groups.chunks) > 1 and self._grads_RM is None
-
     def operands(self, chunk: int) -> tuple[Tensor | None, Tensor | None]:
         """Where a chunk's gradient ``[R, M]`` and input ``[R, N]`` are to be written; ``None`` for anywhere."""
+        if self._grads_RM is None or self._rows_RN is None or chunk >= self._num_together:
+            return None, None
         rows = self._groups.rows[chunk]
-        grads_RM, rows_RN = self._grads_RM, self._rows_RN
-        return None if grads_RM is None else grads_RM[rows], None if rows_RN is None else rows_RN[rows]
+        return self._grads_RM[rows], self._rows_RN[rows]
 
-    def add(self, chunk: int, grad_RM: Tensor, rows_RN: Tensor) -> None:
-        """Take a chunk's operands, written to where :meth:`operands` said; chunks come in order."""
-        last = chunk == len(self._groups.chunks) - 1
-        if self._grads_RM is None:
-            dtype = self._weight.dtype if last else self._dtype
-            out_eMN = self.result_eMN
-            if out_eMN is None or out_eMN.dtype != dtype:
-                out_eMN = torch.empty(self._weight.shape, dtype=dtype, device=self._weight.device)
-            scale = self._scale if last else 1.0
-            weight_gradient(out_eMN, grad_RM, rows_RN, self._groups.chunks[chunk], self.result_eMN, scale)
-            self.result_eMN = out_eMN
-        elif last:
-            assert self._rows_RN is not None
-            self.result_eMN = torch.empty(self._weight.shape, dtype=self._weight.dtype, device=self._weight.device)
-            weight_gradient(self.result_eMN, self._grads_RM, self._rows_RN, self._groups.together, scale=self._scale)
+    def add(self, chunk: int, grad_RM: Tensor, rows_RN: Tensor) -> bool:
+        """Take a chunk's operands, written to where :meth:`operands` said; chunks come in order.
+
+        Returns:
+            Whether they have been read; else they wait for the next chunk's.
+
+        """
+        if chunk + 1 < self._num_together:
+            return False
+        groups, last = self._groups.chunks[chunk], chunk + 1 == self._num_chunks
+        if self._grads_RM is not None and self._rows_RN is not None and chunk + 1 == self._num_together:
+            groups = self._groups.first(self._num_together)
+            grad_RM, rows_RN = self._grads_RM, self._rows_RN[: groups.num_rows]
             self._grads_RM = self._rows_RN = None
+        total_eMN, dtype = self.result_eMN, self._weight.dtype if last else self._total_dtype
+        if total_eMN is None or total_eMN.dtype != dtype:
+            self.result_eMN = torch.empty(self._weight.shape, dtype=dtype, device=self._weight.device)
+        assert self.result_eMN is not None
+        weight_gradient(self.result_eMN, grad_RM, rows_RN, groups, total_eMN, self._scale if last else 1.0)
+        return True
+
+    def _few_chunks(self) -> int:
+        """The first chunks whose operands outgrow a sum, with the one that makes them do so; or all."""
+        num_experts, width_m, width_n = self._weight.shape
+        most = num_experts * width_m * width_n * self._total_dtype.itemsize
+        of_a_row = (width_m + width_n) * self._weight.element_size()
+        outgrown = (i for i, rows in enumerate(self._groups.rows) if rows.stop * of_a_row > most)
+        return next(outgrown, self._num_chunks - 1) + 1
 
 
 def chunk_rows(num_rows: Iterable[int]) -> list[slice]:
