@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-POLICIES = ["none", "selective", "full", "norm,shared_experts", "routed=dispatch"]
+POLICIES = ["torch checkpoint", "none", "selective", "full", "norm,shared_experts", "routed=dispatch"]
 COMMAND = [sys.executable, "-m", "lightning_moe.bench", "memory", "--device", "cpu", "--repeats", "2"]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import math
 import os
 import re
@@ -109,3 +110,17 @@ def test_a_step_draws_the_same_windows_wherever_the_run_began(rank, monkeypatch,
     later = text.TrainLoader(dataset, batch_size=3, steps=5)
     later.load_state_dict({"step": 2})
     torch.testing.assert_close(list(later), batches[2:])
+
+
+def test_arms_that_recompute_differ_by_no_more_than_a_repetition(text_folder, tmp_path):
+    """On CPUs in float32 by nothing at all."""
+    command = [sys.executable, EXAMPLES / "compare_recompute.py", "--data", text_folder, "--out", tmp_path]
+    command += ["--steps", "3", "--batch-size", "4", "--window", "64", "--arms", "full"]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY / "src")}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=140, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    arms = json.loads((tmp_path / "recompute-arms-32-true.json").read_text())["arms"]
+    assert [arm["recompute"] for arm in arms] == ["none", "full", "none"]
+    for arm in arms:
+        assert len(set(arm["losses"])) == len(set(arm["norms"])) == 3
+        assert arm["distance"] == {"losses": 0.0, "norms": 0.0}

@@ -10,24 +10,28 @@ import argparse
 import gc
 import statistics
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_moe.bench.decoder import Decoder, Widths
 from lightning_moe.bench.processes import environment, launch
 from lightning_moe.bench.report import machine, save
 from lightning_moe.bench.storages import kept_bytes
 from lightning_moe.dispatch import DISPATCHERS, select_dispatcher
+from lightning_moe.layers import SharedExperts
 from lightning_moe.parallel.apply import Parallelism, find_blocks, parallelize
 from lightning_moe.parallel.mesh import MoEMesh
 from lightning_moe.recompute import RecomputePolicy
 
 SEED = 0
+CHECKPOINT = "torch checkpoint"
+"""Shared experts under ``torch.utils.checkpoint``, to compare with: it keeps their input and frees no output."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, value in (defaults if cuda else toy).items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument(
-        "--policies", nargs="+", default=["none", "selective", "full"], help="presets, or names by commas"
+        "--policies",
+        nargs="+",
+        default=["none", "selective", "full"],
+        help=f"presets, names by commas, routed=MODE, or '{CHECKPOINT}' for shared experts under torch's own",
     )
     parser.add_argument("--chunks", type=int, default=2)
     parser.add_argument("--dispatcher", choices=DISPATCHERS, default="auto")
@@ -57,12 +64,14 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def policy_of(name: str) -> RecomputePolicy:
-    """A preset, names by commas, or ``routed=MODE``.
+    """A preset, names by commas, ``routed=MODE``, or ``CHECKPOINT``, which is none of ours.
 
     >>> policy_of("norm,shared_experts").norm
     True
 
     """
+    if name == CHECKPOINT:
+        return RecomputePolicy()
     if name.startswith("routed="):
         return RecomputePolicy(routed=name.removeprefix("routed="))  # type: ignore[arg-type]
     return RecomputePolicy.of(name.split(",") if "," in name or name in ("norm", "attention") else name)
@@ -124,6 +133,11 @@ def _measure(name: str, widths: Widths, device: torch.device, arguments: argpars
     with device:
         model = Decoder(arguments.layers, widths).to(dtype)
         x = torch.randn(1, arguments.tokens, widths.hidden, dtype=dtype, requires_grad=True)
+    counted = policy
+    if name == CHECKPOINT:
+        counted = replace(policy, shared_experts=True)
+        for shared in [module for module in model.modules() if isinstance(module, SharedExperts)]:
+            shared.forward = partial(checkpoint, shared.forward, use_reentrant=False)
     blocks, mesh = find_blocks(model), MoEMesh.build(device.type, size, size)
     choice = select_dispatcher(arguments.dispatcher, mesh.expert_parallel_group, device, dtype=dtype)
     parallelize([model], blocks, Parallelism(mesh, choice, arguments.chunks, policy, None, True))
@@ -137,7 +151,7 @@ def _measure(name: str, widths: Widths, device: torch.device, arguments: argpars
     return {
         "policy": name,
         "kept_bytes": kept / arguments.layers / arguments.tokens,
-        "formula_bytes": kept_elements(widths, policy) * dtype.itemsize,
+        "formula_bytes": kept_elements(widths, counted) * dtype.itemsize,
         "ms": statistics.median(times),
         **peaks,
     }
