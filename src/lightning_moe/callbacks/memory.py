@@ -226,6 +226,8 @@ class MemoryMonitor(Callback):
 
     @override
     def on_exception(self, trainer: Any = None, pl_module: Any = None, exception: BaseException | None = None) -> None:
+        if self._coming is not None and self._coming[1].have_come:  # a rank that failed may never send its own
+            self._deliver()
         if self._meter is not None and exception is not None and is_out_of_memory(exception):
             with suppress(RuntimeError):  # a device that is in trouble must not hide the reason
                 exception.add_note(self._explain(self._meter))

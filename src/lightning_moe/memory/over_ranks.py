@@ -29,13 +29,17 @@ class OverRanks:
         if f"{device.type}:nccl" in dist.get_backend_config():
             mine = mine.pin_memory().to(device, non_blocking=True)
         all_of_them = mine.new_empty(dist.get_world_size(), len(figures))
-        dist.all_gather_into_tensor(all_of_them, mine)
+        dist.all_gather(list(all_of_them.unbind()), mine)
         self._copy = HostCopy(all_of_them)
+
+    @property
+    def have_come(self) -> bool:
+        """Whether the host need not wait."""
+        return self._copy.has_arrived
 
     def wait(self) -> list[list[float]]:
         """``[ranks][n]``."""
-        by_rank: list[list[float]] = self._copy.wait().tolist()
-        return by_rank
+        return self._copy.wait()
 
 
 def rank() -> int:
