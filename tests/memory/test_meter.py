@@ -50,7 +50,8 @@ class Held:
         return self.size
 
 
-def test_categories_are_what_they_say_and_sum_to_the_peak(monkeypatch):
+@pytest.mark.parametrize("gradients_go", ["after the step", "after forward"])  # as in loops, and as in the Trainer
+def test_categories_are_what_they_say_and_sum_to_the_peak(gradients_go, monkeypatch):
     with Allocator() as allocator:
         monkeypatch.setattr(meter, "gauge_of", lambda _: allocator)
         monkeypatch.setattr(buffers, "_subscribers", [])
@@ -61,9 +62,14 @@ def test_categories_are_what_they_say_and_sum_to_the_peak(monkeypatch):
         monitor = MemoryMonitor(every_n_steps=2, folder=None)
         with monitor.watch(model):
             for _ in range(4):
-                nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten()).backward()
+                loss = nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+                if gradients_go == "after forward":
+                    monitor.on_before_zero_grad()
+                    optimizer.zero_grad()
+                loss.backward()
                 optimizer.step()
-                optimizer.zero_grad()
+                if gradients_go == "after the step":
+                    optimizer.zero_grad()
         assert len(held) == 2
 
     parameters = sum(p.numel() * 4 for p in model.parameters())
@@ -78,7 +84,7 @@ def test_categories_are_what_they_say_and_sum_to_the_peak(monkeypatch):
             assert min(parts.values()) >= 0
             assert (parts["parameters"], parts["arena"], parts[OUTSIDE]) == (parameters, 1000, 5000)
             assert parts["optimizer_state"] == 2 * parameters + 4 * len(optimizer.state)
-        assert figures["forward/gradients"] == 0
+        assert figures["forward/gradients"] == (parameters if gradients_go == "after forward" else 0)
         assert figures["optimizer/gradients"] == parameters
         assert kept <= figures["forward/expert_activations"] <= 1.05 * kept  # and the order of the rows
         assert figures["optimizer/expert_activations"] < 0.05 * kept

@@ -45,9 +45,11 @@ class MemoryMonitor(Callback):
     had, and what to change; and each rank to which it happens writes a snapshot for PyTorch's memory viewer
     (https://pytorch.org/memory_viz). At the end the first rank draws a timeline, if matplotlib is installed.
 
-    With the Trainer, ``Trainer(callbacks=[MemoryMonitor()])``. With Fabric, ``Fabric(callbacks=[monitor])`` follows what
-    ``fabric.setup`` sets up; ``fabric.call("on_before_backward")`` before a loss that the model did not compute, and at the end
-    ``fabric.call("on_train_end")`` or ``fabric.call("on_exception", exception=error)``. Elsewhere, :meth:`watch`.
+    With the Trainer, ``Trainer(callbacks=[MemoryMonitor()])``. With Fabric and in loops of one's own, :meth:`watch`; or
+    ``Fabric(callbacks=[monitor])``, which follows what ``fabric.setup`` sets up, and at the end
+    ``fabric.call("on_train_end")`` or ``fabric.call("on_exception", exception=error)``. Outside of the Trainer, backward begins
+    for it where the model's output gets a gradient; where the loss is computed outside of the model, call
+    ``fabric.call("on_before_backward")`` or ``monitor.on_before_backward()`` before its backward.
 
     .. note::
         ``torch.cuda.max_memory_allocated`` and its like begin anew with every phase.
@@ -88,6 +90,7 @@ class MemoryMonitor(Callback):
             ValueError: It has no parameters, or they are on the meta device.
 
         """
+        module = module.module if isinstance(module, FabricModule) else module
         parameter = next(module.parameters(), None)
         if parameter is None or parameter.is_meta:
             raise ValueError(
@@ -208,6 +211,12 @@ class MemoryMonitor(Callback):
         self._enter("forward")
 
     @override
+    def on_before_zero_grad(self, trainer: Any = None, pl_module: Any = None, optimizer: Any = None) -> None:
+        # the Trainer drops the gradients of the step before between forward and backward: forward had them at its peak
+        if self._meter is not None:
+            self._meter.look()
+
+    @override
     def on_before_backward(self, trainer: Any = None, pl_module: Any = None, loss: Any = None) -> None:
         self._enter("backward")
 
@@ -245,7 +254,6 @@ class MemoryMonitor(Callback):
 
     def on_after_setup(self, fabric: Any, module: nn.Module) -> None:
         """Fabric calls it from ``fabric.setup``."""
-        module = module.module if isinstance(module, FabricModule) else module
         self.attach(module, fabric.loggers, fabric.device)
 
 

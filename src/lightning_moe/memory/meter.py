@@ -131,6 +131,14 @@ class Meter:
             return
         if phase == "forward":
             self.where = ""
+        self._read(phase)
+
+    def look(self) -> None:
+        """Read within a phase: to be called where much is about to be freed."""
+        if self.phase is not None:
+            self._read(self.phase)
+
+    def _read(self, phase: str | None) -> None:
         reading = self.gauge.read()
         held = self.owners.held(reading.used) if (self.step + 1) % self._every_n_steps == 0 else None
         if self.phase is not None:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_moe.buffers import held_bytes
-from lightning_moe.ops.local import local_part
+
+Referent = TypeVar("Referent")
 
 OUTSIDE = "communication"
 """What communication holds lies beside the caching allocator: symmetric memory, DeepEP's buffers."""
@@ -33,13 +35,15 @@ class Owners:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._modules: list[weakref.ref[nn.Module]] = []
+        self._modules: list[weakref.ref[nn.Module]] = []  # all that hold tensors themselves: walking a model takes long
+        self._units: list[weakref.ref[FSDPModule]] = []
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._kept: list[StorageWeakRef] = []
 
     def add_module(self, module: nn.Module) -> None:
-        """Count its parameters, buffers and gradients."""
-        self._modules.append(weakref.ref(module))
+        """Count its parameters, buffers and gradients, those of the modules that it has now."""
+        self._modules += [weakref.ref(child) for child in module.modules() if child._parameters or child._buffers]
+        self._units += [weakref.ref(child) for child in module.modules() if isinstance(child, FSDPModule)]
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Count its state."""
@@ -60,18 +64,19 @@ class Owners:
 
         ``parameters`` includes buffers and what FSDP2 has gathered, ``gradients`` also those that it has not reduced yet.
         """
-        modules = [module for reference in self._modules if (module := reference()) is not None]
-        parameters = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+        parameters: list[Tensor | None] = []
+        for module in _alive(self._modules):
+            parameters += [*module._parameters.values(), *module._buffers.values()]
         unreduced = []
-        for parameter in (parameter for module in modules for parameter in _sharded_parameters(module)):
-            gathered = getattr(parameter, "_unsharded_param", None)
-            parameters += [parameter.sharded_param] if gathered is None else [parameter.sharded_param, gathered]
+        for parameter in _sharded_parameters(_alive(self._units)):
+            parameters += [parameter.sharded_param, getattr(parameter, "_unsharded_param", None)]
             unreduced.append(parameter.unsharded_accumulated_grad)
+        grads = [parameter.grad for parameter in parameters if parameter is not None and parameter.is_leaf]
         states = [state for optimizer in self._optimizers for state in optimizer.state.values()]
         buffers, seen = held_bytes(), set[int]()
         held = {
             "parameters": self._count(parameters, seen),
-            "gradients": self._count([*(p.grad for p in parameters if p.is_leaf), *unreduced], seen),
+            "gradients": self._count([*grads, *unreduced], seen),
             "optimizer_state": self._count([leaf for state in states for leaf in _leaves(state)], seen),
             "expert_activations": self._count_kept(seen),
             "arena": buffers.get("arena", 0),
@@ -83,7 +88,8 @@ class Owners:
         for tensor in tensors:
             if tensor is None or tensor.device != self._device:
                 continue
-            storage = local_part(tensor).untyped_storage()
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            storage = local.untyped_storage()
             if storage._cdata not in seen:
                 seen.add(storage._cdata)
                 total += storage.nbytes()
@@ -98,18 +104,23 @@ class Owners:
         return total
 
 
-def _sharded_parameters(module: nn.Module) -> Iterator[Any]:
+def _alive(references: Iterable[weakref.ref[Referent]]) -> Iterator[Referent]:
+    return (referent for reference in references if (referent := reference()) is not None)
+
+
+def _sharded_parameters(units: Iterable[FSDPModule]) -> Iterator[Any]:
     """What FSDP2 knows of each parameter: beside the one that the module shows there may be a gathered and a sharded one."""
-    for unit in module.modules():
-        if isinstance(unit, FSDPModule):
-            state: Any = unit._get_fsdp_state()
-            groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has one at most
-            for group in [state._fsdp_param_group] if groups is None else groups:
-                yield from [] if group is None else group.fsdp_params
+    for unit in units:
+        state: Any = unit._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has one at most
+        for group in [state._fsdp_param_group] if groups is None else groups:
+            yield from [] if group is None else group.fsdp_params
 
 
 def _leaves(state: Any) -> list[Tensor]:
     values = state.values() if isinstance(state, dict) else [state]
     found = [value for value in values if isinstance(value, Tensor)]
-    nested = [value for value in values if isinstance(value, (list, tuple, dict))]
-    return found + [leaf for leaf in tree_leaves(nested) if isinstance(leaf, Tensor)]
+    if len(found) < len(values):
+        nested = [value for value in values if isinstance(value, (list, tuple, dict))]
+        found += [leaf for leaf in tree_leaves(nested) if isinstance(leaf, Tensor)]
+    return found
