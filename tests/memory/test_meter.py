@@ -33,6 +33,10 @@ class Allocator(Storages):
         self.peak = max(self.peak, self.live_bytes())
         return result
 
+    def live_bytes(self):
+        self.made = {cdata: reference for cdata, reference in self.made.items() if not reference.expired()}
+        return super().live_bytes()
+
     def read(self):
         used = self.live_bytes()
         peak, self.peak = max(self.peak, used), used

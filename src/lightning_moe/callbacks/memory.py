@@ -166,12 +166,16 @@ class MemoryMonitor(Callback):
             self._history = [max(pair, key=lambda row: row[peak]) for pair in pairs]
 
     def _finish(self) -> None:
-        if self._folder is not None and self._history and rank() == 0:
-            try:
+        try:
+            if self._folder is not None and self._history and rank() == 0:
                 save_timeline(self._history, self._folder / "timeline.png")
-            except ImportError:
-                rank_zero_warn("`MemoryMonitor` draws no timeline: `pip install matplotlib` to have one.")
-        self.detach()
+        except (ImportError, OSError) as error:  # not worth a training
+            rank_zero_warn(
+                f"`MemoryMonitor` draws no timeline: {error}. It takes matplotlib (`pip install matplotlib`) and a `folder`"
+                " that can be written to."
+            )
+        finally:
+            self.detach()
 
     def _explain(self, meter: Meter) -> str:
         reading = meter.gauge.read()
@@ -235,10 +239,10 @@ class MemoryMonitor(Callback):
 
     @override
     def on_exception(self, trainer: Any = None, pl_module: Any = None, exception: BaseException | None = None) -> None:
-        if self._coming is not None and self._coming[1].have_come:  # a rank that failed may never send its own
-            self._deliver()
-        if self._meter is not None and exception is not None and is_out_of_memory(exception):
-            with suppress(RuntimeError):  # a device that is in trouble must not hide the reason
+        with suppress(RuntimeError):  # a device that is in trouble must not hide the reason
+            if self._coming is not None and self._coming[1].have_come:  # a rank that failed may never send its own
+                self._deliver()
+            if self._meter is not None and exception is not None and is_out_of_memory(exception):
                 exception.add_note(self._explain(self._meter))
         self._finish()
 

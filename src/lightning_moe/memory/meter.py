@@ -195,6 +195,8 @@ class Meter:
         self.where = name
 
     def _watch(self, plans: Sequence[Plan], kept: Sequence[Tensor]) -> None:
+        if self.phase is None:  # an evaluation
+            return
         self.loads[self.where] = Load(self._tokens, sum(plan.num_sorted for plan in plans))
         self.owners.keep(kept)
 
