@@ -31,6 +31,8 @@ FLOORS = [
     {"parallel"},
     {"checkpoint"},
     {"models"},
+    {"callbacks"},
+    {"memory"},
     {"layers"},
     {"overlap"},
     {"dispatch", "recompute"},

@@ -7,9 +7,10 @@ from lightning.fabric.strategies import ParallelStrategy as FabricParallelStrate
 from lightning.fabric.strategies.strategy import Strategy as FabricStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl as BackwardSyncControl
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
-from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.fabric.wrappers import _FabricModule as FabricModule
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import Precision as PytorchPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy as PytorchModelParallelStrategy
 from lightning.pytorch.strategies import ParallelStrategy as PytorchParallelStrategy
@@ -21,7 +22,9 @@ __all__ = [
     "FABRIC_REGISTRY",
     "PYTORCH_REGISTRY",
     "BackwardSyncControl",
+    "Callback",
     "FabricModelParallelStrategy",
+    "FabricModule",
     "FabricParallelStrategy",
     "FabricPrecision",
     "FabricStrategy",
@@ -36,4 +39,5 @@ __all__ = [
     "WeightAveraging",
     "optimizers_to_device",
     "rank_zero_info",
+    "rank_zero_warn",
 ]

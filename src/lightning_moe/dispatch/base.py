@@ -154,6 +154,11 @@ class HostCopy:
             self._copy.copy_(tensor, non_blocking=True)
             self._arrived = torch.cuda.current_stream(tensor.device).record_event()
 
+    @property
+    def has_arrived(self) -> bool:
+        """Whether :meth:`wait` returns at once."""
+        return self._arrived is None or self._arrived.query()  # type: ignore[no-untyped-call]
+
     def wait(self) -> list[Any]:
         """Its numbers."""
         if self._arrived is not None:

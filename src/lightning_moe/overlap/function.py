@@ -18,6 +18,12 @@ from lightning_moe.overlap import primitives
 from lightning_moe.overlap.primitives import Kept, Weights
 from lightning_moe.recompute.policy import RoutedMode
 
+Watcher = Callable[[Sequence[Plan], Sequence[Tensor]], None]
+"""Is told of a forward: its plans and what it keeps for backward. Before it has run it keeps nothing."""
+
+watchers: list[Watcher] = []
+"""Each is called twice in every forward of routed experts, before and after it; an error in one is the forward's."""
+
 
 def chunked_experts(
     tokens_TH: Tensor,
@@ -66,11 +72,16 @@ class _ChunkedExperts(torch.autograd.Function):
         weight_grad_scale: float,
     ) -> Tensor:
         experts = Weights(gate_up_e2FH, down_eHF)
+        for watcher in watchers:
+            watcher(plans, [])
         with _without_autocast(tokens_TH.device.type):
             out_TH, kept = primitives.forward(dispatcher, plans, tokens_TH, weights_TK, experts, mode)
         ctx.dispatcher, ctx.plans, ctx.weight_grad_scale = dispatcher, plans, weight_grad_scale
         ctx.restore, tensors = _flattened(kept)
-        ctx.save_for_backward(gate_up_e2FH, down_eHF, tokens_TH if kept.rows_RH is None else None, *tensors)
+        tensors = [tokens_TH if kept.rows_RH is None else None, *tensors]
+        ctx.save_for_backward(gate_up_e2FH, down_eHF, *tensors)
+        for watcher in watchers:
+            watcher(plans, [tensor for tensor in tensors if tensor is not None])
         return out_TH
 
     @staticmethod
