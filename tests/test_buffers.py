@@ -27,18 +27,18 @@ def _nobody_else(monkeypatch):
 
 def test_bytes_are_counted_by_kind_and_released_in_the_order_of_subscription():
     log: list[str] = []
-    subscribed = [Held("arena", 3, log), Held("communication", 5, log), Held("arena", 7, log)]
-    assert buffers.held_bytes() == {"arena": 10, "communication": 5}
+    subscribed = [Held("pinned", 3, log), Held("communication", 5, log), Held("pinned", 7, log)]
+    assert buffers.held_bytes() == {"pinned": 10, "communication": 5}
     buffers.release_buffers()
-    assert log == ["arena 3", "communication 5", "arena 7"]
-    assert buffers.held_bytes() == {"arena": 0, "communication": 0}
+    assert log == ["pinned 3", "communication 5", "pinned 7"]
+    assert buffers.held_bytes() == {"pinned": 0, "communication": 0}
     assert len(subscribed) == 3
 
 
 def test_what_is_gone_is_neither_counted_nor_released():
     log: list[str] = []
-    held = Held("arena", 3, log)
-    in_a_cycle = Held("arena", 4, log)
+    held = Held("pinned", 3, log)
+    in_a_cycle = Held("pinned", 4, log)
     in_a_cycle.itself = in_a_cycle  # only the collector finds it
     del held, in_a_cycle
     buffers.release_buffers()

@@ -1,8 +1,8 @@
 """Memory that components hold between calls, and the one hook that makes them give it back.
 
-Scratch of the experts and buffers of communication outlive the call that made them, so that the next one need not wait for new
-memory. Whoever wants the device for something else, such as a model that moves to the host between two phases of training,
-calls :func:`release_buffers`. A component takes part by subscribing; any floor of the package may.
+Buffers of communication outlive the call that made them, so that the next one need not wait for new memory. Whoever wants the
+device for something else, such as a model that moves to the host between two phases of training, calls
+:func:`release_buffers`. A component takes part by subscribing; any floor of the package may.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Buffers(Protocol):
 
     @property
     def kind(self) -> str:
-        """What it is, as reports show it: ``"arena"`` or ``"communication"``, say."""
+        """What it is, as reports show it: ``"communication"``, say."""
 
     def held_bytes(self) -> int:
         """How much is held on this process's device at the moment."""

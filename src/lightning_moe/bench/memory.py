@@ -137,7 +137,7 @@ def _measure(name: str, widths: Widths, device: torch.device, arguments: argpars
     if name == CHECKPOINT:
         counted = replace(policy, shared_experts=True)
         for shared in [module for module in model.modules() if isinstance(module, SharedExperts)]:
-            shared.forward = partial(checkpoint, shared.forward, use_reentrant=False)
+            shared.forward = partial(checkpoint, shared.forward, use_reentrant=False)  # type: ignore[method-assign]
     blocks, mesh = find_blocks(model), MoEMesh.build(device.type, size, size)
     choice = select_dispatcher(arguments.dispatcher, mesh.expert_parallel_group, device, dtype=dtype)
     parallelize([model], blocks, Parallelism(mesh, choice, arguments.chunks, policy, None, True))

@@ -33,10 +33,10 @@ class MemoryMonitor(Callback):
       experts of a rank had in its fullest layer;
     * for each phase of the step, ``forward``, ``backward`` and ``optimizer``: ``<phase>/peak_allocated``,
       ``<phase>/peak_reserved``, and what the former consists of: ``parameters`` (with buffers and what FSDP2 has gathered),
-      ``gradients``, ``optimizer_state``, ``expert_activations`` (what routed experts keep for backward), ``arena`` (their
-      scratch between calls), ``rest`` (other activations, above all), and ``temporary``: by how much the peak exceeds what
-      was held at the fuller end of the phase. These are of the rank with the highest peak, and sum to it.
-      ``communication``, the buffers of NVLink and DeepEP, lies beside the allocator.
+      ``gradients``, ``optimizer_state``, ``expert_activations`` (what routed experts keep for backward), ``rest`` (other
+      activations, above all), and ``temporary``: by how much the peak exceeds what was held at the fuller end of the phase,
+      such as the experts' scratch. These are of the rank with the highest peak, and sum to it. ``communication``, the
+      buffers of NVLink and DeepEP, lies beside the allocator.
 
     On a CPU, ``rss``, the process's resident memory, takes the place of what is allocated and reserved. The figures of a step
     are logged when the next one ends, so that no host waits for a device or for another rank.

@@ -106,7 +106,6 @@ _AGAINST = {
     "optimizer_state": f"{_MORE_SHARDS}, or take an optimizer with a smaller state",
     "expert_activations": 'recompute more (`recompute="full"`, or `RecomputePolicy(routed="dispatch")`), or take smaller'
     " batches and accumulate gradients",
-    "arena": "more chunks (`num_chunks`), or smaller batches and accumulated gradients",
     OUTSIDE: "more chunks (`num_chunks`), or smaller batches and accumulated gradients",
     "rest": 'activations outside of the experts: recompute more (`recompute="selective"` or `"full"`), or take smaller batches'
     " and accumulate gradients",

@@ -20,7 +20,7 @@ Referent = TypeVar("Referent")
 
 OUTSIDE = "communication"
 """What communication holds lies beside the caching allocator: symmetric memory, DeepEP's buffers."""
-CATEGORIES = ("parameters", "gradients", "optimizer_state", "expert_activations", "arena", "rest", OUTSIDE)
+CATEGORIES = ("parameters", "gradients", "optimizer_state", "expert_activations", "rest", OUTSIDE)
 TEMPORARY = "temporary"
 """What a phase had at its peak beyond what it held at either end."""
 
@@ -73,15 +73,14 @@ class Owners:
             unreduced.append(parameter.unsharded_accumulated_grad)
         grads = [parameter.grad for parameter in parameters if parameter is not None and parameter.is_leaf]
         states = [state for optimizer in self._optimizers for state in optimizer.state.values()]
-        buffers, seen = held_bytes(), set[int]()
+        seen = set[int]()
         held = {
             "parameters": self._count(parameters, seen),
             "gradients": self._count([*grads, *unreduced], seen),
             "optimizer_state": self._count([leaf for state in states for leaf in _leaves(state)], seen),
             "expert_activations": self._count_kept(seen),
-            "arena": buffers.get("arena", 0),
         }
-        return held | {"rest": used - sum(held.values()), OUTSIDE: buffers.get(OUTSIDE, 0)}
+        return held | {"rest": used - sum(held.values()), OUTSIDE: held_bytes().get(OUTSIDE, 0)}
 
     def _count(self, tensors: Iterable[Tensor | None], seen: set[int]) -> int:
         total = 0

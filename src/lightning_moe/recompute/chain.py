@@ -57,7 +57,7 @@ class _Residual:
     """Is kept instead of an argument that is a sum: of what an earlier part was given, and keeps, and of what one returned."""
 
     def __init__(self, given: Tensor, returned: Tensor, maker: DiscardOutputCheckpoint) -> None:
-        self.keeper = _Keep.apply(given).grad_fn  # type: ignore[no-untyped-call]
+        self.keeper: Tensor = _Keep.apply(given)  # type: ignore[no-untyped-call]  # without the tensor, its node lets go
         self.returned = returned
         self.maker = maker
 
@@ -66,7 +66,8 @@ class _Residual:
         if isinstance(kept, Tensor):
             return kept
         with torch.no_grad():
-            total: Tensor = kept.keeper.saved_tensors[0] + kept.returned
+            (given,) = kept.keeper.grad_fn.saved_tensors  # type: ignore[union-attr]
+            total: Tensor = given + kept.returned
         return total.requires_grad_()
 
 
