@@ -12,6 +12,7 @@ from lightning_moe.dispatch.base import nothing
 from lightning_moe.ops.local import local_part
 from lightning_moe.ops.rows import accumulation_dtype
 from lightning_moe.overlap import chunked_experts
+from lightning_moe.overlap.kept import KEPT
 from lightning_moe.recompute import RoutedMode
 
 
@@ -74,6 +75,11 @@ class GroupedExperts(nn.Module):
         self.num_chunks = num_chunks
         self.mode: RoutedMode = mode
         self.weight_grad_scale = weight_grad_scale
+
+    @property
+    def kept_names(self) -> tuple[str, ...]:
+        """What is kept for backward and has a name: see :data:`lightning_moe.overlap.kept.KEPT`."""
+        return KEPT[self.mode]
 
     def forward(
         self, tokens_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor, meanwhile: Callable[[], None] = nothing

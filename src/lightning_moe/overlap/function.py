@@ -15,6 +15,7 @@ from lightning_moe.ops.grouped_mm import Groups
 from lightning_moe.ops.routing import Order
 from lightning_moe.ops.rows import RowMap
 from lightning_moe.overlap import primitives
+from lightning_moe.overlap.kept import name_kept
 from lightning_moe.overlap.primitives import Kept, Weights
 from lightning_moe.recompute.policy import RoutedMode
 
@@ -112,6 +113,7 @@ def _flattened(kept: Kept) -> tuple[Callable[[Sequence[Any]], Kept], list[Tensor
     """The tensors, for autograd to hold, and how to put them back."""
     sizes = [order.groups.num_rows for order in kept.orders]
     tensors: list[Tensor | None] = [kept.rows_RH, kept.gate_up_R2F, kept.act_RF]
+    name_kept(kept.rows_RH, kept.gate_up_R2F, kept.act_RF)
     for order in kept.orders:
         tensors += [order.by_expert.copies_MJ, order.groups.ends_e, order.weights_R]
 

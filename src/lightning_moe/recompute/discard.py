@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import increment_version, saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 Result = TypeVar("Result")
@@ -107,6 +108,7 @@ class DiscardOutputCheckpoint:
             self._outputs = [
                 (i, leaf, leaf._version) for i, leaf in plain if leaf.untyped_storage()._cdata not in storages
             ]
+            _await_discard(leaf for _, leaf, _ in self._outputs)
         return tree_unflatten(leaves, nest)  # type: ignore[no-any-return]
 
     def discard_output(self) -> None:
@@ -118,6 +120,8 @@ class DiscardOutputCheckpoint:
         """
         region, outputs = self._current(), self._outputs
         self._outputs = []
+        for _, output, _ in outputs:
+            _DISCARDABLE.pop(output.untyped_storage()._cdata, None)
         if region is None or not outputs:
             return
         if any(output._version != version for _, output, version in outputs):
@@ -155,6 +159,26 @@ class DiscardOutputCheckpoint:
         if not self._called:
             raise RuntimeError(f"There is no output yet: call `{type(self).__name__}.checkpoint(fn, *args)` first.")
         return self._region
+
+
+def is_discardable(tensor: Tensor) -> bool:
+    """Whether a tensor's memory is a checkpoint's output, which ``discard_output()`` may free.
+
+    Whoever saves it for backward leaves it where it is: nobody need keep what comes back by itself.
+    """
+    return tensor.untyped_storage()._cdata in _DISCARDABLE
+
+
+# by number, which a weak reference keeps from being given away again
+_DISCARDABLE: dict[int, StorageWeakRef] = {}
+
+
+def _await_discard(outputs: Iterable[Tensor]) -> None:
+    for cdata in [cdata for cdata, storage in _DISCARDABLE.items() if storage.expired()]:  # type: ignore[no-untyped-call]
+        _DISCARDABLE.pop(cdata, None)
+    for output in outputs:
+        storage = StorageWeakRef(output.untyped_storage())  # type: ignore[no-untyped-call]
+        _DISCARDABLE[storage.cdata] = storage
 
 
 class _Exit(torch.autograd.Function):

@@ -1,0 +1,110 @@
+"""A model that goes to the host and comes back is the same object, and trains on to the bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from lightning_moe import buffers
+from lightning_moe.offload import ModelOffloader
+from lightning_moe.offload import model as engine
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
+
+
+def tied() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8, bias=False))
+    model[2].weight = model[0].weight
+    return model
+
+
+def train(device: str, away: bool) -> tuple[list[Tensor], list[int]]:
+    """Three steps; where ``away``, the model leaves in each between forward, backward and step."""
+    model = tied().to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    offloader, before = ModelOffloader(model, [optimizer]), [id(p) for p in model.parameters()]
+
+    def leave_and_return() -> None:
+        if away:
+            with offloader.offloaded():
+                state = [t for s in optimizer.state.values() for t in s.values()]
+                tensors = [*model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None), *state]
+                assert all(t.untyped_storage().nbytes() == 0 for t in tensors if t.device.type == device)
+            assert not offloader.is_offloaded
+
+    for step in range(3):
+        optimizer.zero_grad()
+        torch.manual_seed(step)
+        loss = model(torch.randn(5, 8).to(device)).square().sum()
+        leave_and_return()
+        loss.backward()
+        leave_and_return()
+        optimizer.step()
+        leave_and_return()
+    assert [id(p) for p in model.parameters()] == before
+    return [p.detach() for p in model.parameters()], [p._version for p in model.parameters()]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_training_goes_on_as_if_nothing_had_happened(device):
+    (actual, versions), (expected, expected_versions) = train(device, True), train(device, False)
+    assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True))
+    assert versions == expected_versions
+
+
+def test_what_is_offloaded_cannot_be_used_and_host_memory_goes_with_the_reload(monkeypatch):
+    model, hosts, released = tied(), [], []
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    hooks = [len(m._forward_pre_hooks) + len(m._state_dict_pre_hooks) for m in model.modules()]
+    original = engine._Away.of
+    monkeypatch.setattr(engine._Away, "of", lambda s: hosts.append(original(s)) or hosts[-1])
+    monkeypatch.setattr(engine, "release_buffers", lambda: released.append(buffers.held_bytes()))
+    offloader = ModelOffloader(model)
+    offloader.add_optimizer(optimizer)
+    offloader.add_optimizer(optimizer)
+    offloader.offload()
+    offloader.offload()
+    assert len(released) == 1
+    assert len(hosts) == 2  # the tied weight once, and the bias
+    for use in (lambda: model(torch.zeros(8)), model[2].state_dict, optimizer.step, optimizer.state_dict):
+        with pytest.raises(
+            RuntimeError, match="cannot be used while the model is offloaded. Call `reload\\(\\)` first"
+        ):
+            use()
+    memory = [StorageWeakRef(gone.host.untyped_storage()) for gone in hosts]
+    hosts.clear()
+    offloader.reload()
+    offloader.reload()
+    assert all(ref.expired() for ref in memory)
+    assert [len(m._forward_pre_hooks) + len(m._state_dict_pre_hooks) for m in model.modules()] == hooks
+    assert model(torch.zeros(8)).shape == (8,)
+    optimizer.step()
+
+
+def test_an_error_on_the_way_brings_everything_back(monkeypatch):
+    model, original, moved = tied(), engine._Away.of, []
+
+    def fail_at_the_second(storage):
+        if moved:
+            raise MemoryError
+        moved.append(original(storage))
+        return moved[-1]
+
+    expected = model(torch.ones(8))
+    monkeypatch.setattr(engine._Away, "of", fail_at_the_second)
+    offloader = ModelOffloader(model)
+    with pytest.raises(MemoryError):
+        offloader.offload()
+    assert len(moved) == 1
+    assert not offloader.is_offloaded
+    assert torch.equal(model(torch.ones(8)), expected)
+
+
+def test_a_model_without_a_device_is_refused():
+    with pytest.raises(
+        ValueError, match="`0.weight` is still on the meta device, so there is no device to offload from"
+    ):
+        ModelOffloader(tied().to("meta")).offload()
