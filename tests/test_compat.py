@@ -34,6 +34,7 @@ FLOORS = [
     {"callbacks"},
     {"memory"},
     {"layers"},
+    {"offload"},
     {"overlap"},
     {"dispatch", "recompute"},
     {"ops", "metrics"},

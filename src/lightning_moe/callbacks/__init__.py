@@ -1,5 +1,6 @@
 """Callbacks for the Trainer and for Fabric, which work with any strategy."""
 
 from lightning_moe.callbacks.memory import MemoryMonitor
+from lightning_moe.callbacks.offload import ActivationOffload, ModelOffload
 
-__all__ = ["MemoryMonitor"]
+__all__ = ["ActivationOffload", "MemoryMonitor", "ModelOffload"]
