@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from lightning_moe.bench import memory, op
+from lightning_moe.bench import memory, offload, op
 
 
 def main() -> None:
@@ -13,6 +13,7 @@ def main() -> None:
     commands = parser.add_subparsers(required=True)
     op.add_arguments(commands.add_parser("op", help="one layer's routed experts: time and memory against the floor"))
     memory.add_arguments(commands.add_parser("memory", help="recompute policies: memory and time of a training step"))
+    offload.add_arguments(commands.add_parser("offload", help="activation offload: memory and time of a training step"))
     arguments = parser.parse_args()
     arguments.run(arguments)
 

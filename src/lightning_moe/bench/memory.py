@@ -35,7 +35,13 @@ CHECKPOINT = "torch checkpoint"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``bench memory``; the defaults are the width of Qwen3-30B-A3B, or a toy's on a CPU."""
+    """Declare the options of ``bench memory``."""
+    add_model_arguments(parser, ["none", "selective", "full"])
+    parser.set_defaults(run=run)
+
+
+def add_model_arguments(parser: argparse.ArgumentParser, policies: list[str]) -> None:
+    """Declare what model is trained and how; the defaults are the width of Qwen3-30B-A3B, or a toy's on a CPU."""
     cuda = torch.cuda.is_available()
     defaults = {"layers": 16, "hidden": 2048, "ffn": 768, "shared-ffn": 768, "experts": 128, "top-k": 8, "tokens": 8192}
     toy = {"layers": 3, "hidden": 64, "ffn": 48, "shared-ffn": 48, "experts": 8, "top-k": 2, "tokens": 64}
@@ -44,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--policies",
         nargs="+",
-        default=["none", "selective", "full"],
+        default=policies,
         help=f"presets, names by commas, routed=MODE, or '{CHECKPOINT}' for shared experts under torch's own",
     )
     parser.add_argument("--chunks", type=int, default=2)
@@ -53,7 +59,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if cuda else "cpu")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--out", help="folder for the JSON and the chart")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -106,14 +111,13 @@ def kept_elements(widths: Widths, policy: RecomputePolicy) -> float:
 
 
 def _rank(device: torch.device, arguments: argparse.Namespace) -> None:
-    widths = Widths(arguments.hidden, arguments.ffn, arguments.shared_ffn, arguments.experts, arguments.top_k)
-    rows = [_measure(name, widths, device, arguments) for name in arguments.policies]
+    rows = [_measure(name, device, arguments) for name in arguments.policies]
     if dist.get_rank() == 0:
         result = {
             "benchmark": "memory",
             "layers": arguments.layers,
             "tokens": arguments.tokens,
-            **asdict(widths),
+            **asdict(widths_of(arguments)),
             "expert_parallel_size": dist.get_world_size(),
             "chunks": arguments.chunks,
             "repeats": arguments.repeats,
@@ -125,33 +129,42 @@ def _rank(device: torch.device, arguments: argparse.Namespace) -> None:
         save(result, f"memory-ep{dist.get_world_size()}", arguments.out, chart)
 
 
-def _measure(name: str, widths: Widths, device: torch.device, arguments: argparse.Namespace) -> dict[str, Any]:
-    """One policy's row."""
-    policy, size = policy_of(name), dist.get_world_size()
+def widths_of(arguments: argparse.Namespace) -> Widths:
+    """The model's."""
+    return Widths(arguments.hidden, arguments.ffn, arguments.shared_ffn, arguments.experts, arguments.top_k)
+
+
+def build(name: str, device: torch.device, arguments: argparse.Namespace) -> tuple[nn.Module, Tensor]:
+    """The model, set up under a policy, and its input ``[1, S, H]``; bfloat16, or float32 on a CPU."""
+    size = dist.get_world_size()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     torch.manual_seed(SEED)
     with device:
-        model = Decoder(arguments.layers, widths).to(dtype)
-        x = torch.randn(1, arguments.tokens, widths.hidden, dtype=dtype, requires_grad=True)
-    counted = policy
+        model = Decoder(arguments.layers, widths_of(arguments)).to(dtype)
+        x = torch.randn(1, arguments.tokens, arguments.hidden, dtype=dtype, requires_grad=True)
     if name == CHECKPOINT:
-        counted = replace(policy, shared_experts=True)
         for shared in [module for module in model.modules() if isinstance(module, SharedExperts)]:
             shared.forward = partial(checkpoint, shared.forward, use_reentrant=False)  # type: ignore[method-assign]
     blocks, mesh = find_blocks(model), MoEMesh.build(device.type, size, size)
     choice = select_dispatcher(arguments.dispatcher, mesh.expert_parallel_group, device, dtype=dtype)
-    parallelize([model], blocks, Parallelism(mesh, choice, arguments.chunks, policy, None, True))
+    parallelize([model], blocks, Parallelism(mesh, choice, arguments.chunks, policy_of(name), None, True))
+    return model, x
 
-    _step(model, x)
+
+def _measure(name: str, device: torch.device, arguments: argparse.Namespace) -> dict[str, Any]:
+    """One policy's row."""
+    counted = replace(policy_of(name), shared_experts=True) if name == CHECKPOINT else policy_of(name)
+    model, x = build(name, device, arguments)
+    step(model, x)
     # the first layer's input was there before
-    kept = kept_bytes(partial(model, x), model) + x.untyped_storage().nbytes()
+    kept, itemsize = kept_bytes(partial(model, x), model) + x.untyped_storage().nbytes(), x.element_size()
     times, peaks = _steps(model, x, arguments.repeats)
-    del model, blocks, x
+    del model, x
     gc.collect()  # a model that is set up holds itself
     return {
         "policy": name,
         "kept_bytes": kept / arguments.layers / arguments.tokens,
-        "formula_bytes": kept_elements(widths, counted) * dtype.itemsize,
+        "formula_bytes": kept_elements(widths_of(arguments), counted) * itemsize,
         "ms": statistics.median(times),
         **peaks,
     }
@@ -159,7 +172,7 @@ def _measure(name: str, widths: Widths, device: torch.device, arguments: argpars
 
 def _steps(model: nn.Module, x: Tensor, repeats: int) -> tuple[list[float], dict[str, float]]:
     """Milliseconds of each step on this rank, and the peaks over all of them, everything included; zeros on a CPU."""
-    _step(model, x)
+    step(model, x)
     if x.is_cuda:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
@@ -167,20 +180,22 @@ def _steps(model: nn.Module, x: Tensor, repeats: int) -> tuple[list[float], dict
     times = []
     for _ in range(repeats):
         dist.barrier()
-        _synchronize(x.device)
+        synchronize(x.device)
         begin = time.perf_counter()
-        _step(model, x)
-        _synchronize(x.device)
+        step(model, x)
+        synchronize(x.device)
         times.append((time.perf_counter() - begin) * 1e3)
     peaks = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()) if x.is_cuda else (0, 0)
     return times, {"allocated_gib": peaks[0] / 2**30, "reserved_gib": peaks[1] / 2**30}
 
 
-def _step(model: nn.Module, x: Tensor) -> None:
+def step(model: nn.Module, x: Tensor) -> None:
+    """A forward and a backward; gradients add up."""
     model(x).float().square().mean().backward()
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Wait for the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
