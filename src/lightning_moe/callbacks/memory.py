@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from lightning_moe._compat import Callback, FabricModule, LightningModule, Trainer, rank_zero_warn
+from lightning_moe._compat import FabricModule, LightningModule, Trainer, rank_zero_warn
+from lightning_moe.callbacks.anywhere import Anywhere
 from lightning_moe.memory.meter import Meter
 from lightning_moe.memory.out_of_memory import Situation, explain, is_out_of_memory
 from lightning_moe.memory.over_ranks import OverRanks, rank
@@ -22,7 +23,7 @@ _MOST_ROWS = 2048  # of the history
 _MOST_EVENTS = 50_000  # of the allocator, that a snapshot shows; a few KB each
 
 
-class MemoryMonitor(Callback):
+class MemoryMonitor(Anywhere):
     """Logs what memory is used for, and says why it ran out.
 
     Every ``every_n_steps`` optimizer steps, all loggers are given, in GiB and under ``memory/``, the highest over all ranks and
