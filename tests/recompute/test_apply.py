@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 from helpers.decoder import Decoder
 from helpers.models import batch, loss_of, qwen3_moe
-from lightning_moe import RecomputePolicy
+from lightning_moe import RecomputePolicy, load_balancing_loss, record_routing, router_z_loss
 from lightning_moe.bench.storages import kept_bytes
 from lightning_moe.dispatch import LocalDispatcher
 from lightning_moe.models import swap_blocks
@@ -97,6 +97,25 @@ def test_attention_that_returns_its_weights_and_the_auxiliary_loss(implementatio
     expected = train("none")
     for name in ("selective", "full"):
         assert_same(train(name), expected)
+
+
+@pytest.mark.parametrize("make", [hugging_face, Decoder], ids=["Hugging Face", "own layers"])
+@pytest.mark.parametrize("policy", [["norm"], ["norm", "attention"], "selective", "full"], ids=str)
+def test_a_loss_on_router_logits_alone_brings_back_what_it_needs(make, policy):
+    """No gradient reaches the output of the last layer, nor its experts."""
+
+    def train(policy):
+        model = applied(make(), RecomputePolicy.of(policy))
+        torch.manual_seed(5)
+        with record_routing(model) as routing:
+            loss(model, 0)
+        (load_balancing_loss(routing) + router_z_loss(routing)).backward()
+        return {name: p.grad for name, p in model.named_parameters()}
+
+    expected, actual = train("none"), train(policy)
+    assert [name for name, grad in expected.items() if grad is None] == [n for n, g in actual.items() if g is None]
+    assert [name for name, grad in expected.items() if grad is not None and not torch.equal(grad, actual[name])] == []
+    assert any(grad is not None and ".0." in name and "norm" in name for name, grad in actual.items())
 
 
 @pytest.mark.parametrize("name", ["selective", "full"])

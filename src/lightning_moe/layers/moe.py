@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Callable, MutableMapping
+from typing import Any, TypeAlias
+
+import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_moe.layers.experts import GroupedExperts
-from lightning_moe.layers.router import Routing
+from lightning_moe.layers.router import Routing, ScoreFunction
+
+RoutingHook: TypeAlias = Callable[["MoELayer", Routing, torch.Size], object]
+"""Called with the layer, its decision for T tokens, and the shape that these have in the batch, ``[B, S]`` say."""
 
 
 class MoELayer(nn.Module):
@@ -29,6 +38,7 @@ class MoELayer(nn.Module):
     """
 
     experts: GroupedExperts
+    _routing_hooks: MutableMapping[int, RoutingHook] = OrderedDict()  # noqa: RUF012 - empty: a subclass may not call `__init__`
 
     def __init__(self, router: nn.Module, experts: GroupedExperts, shared_experts: nn.Module | None = None) -> None:
         super().__init__()
@@ -46,6 +56,7 @@ class MoELayer(nn.Module):
         """``[..., H]`` to ``[..., H]``, in the input's dtype."""
         tokens_TH = hidden.reshape(-1, hidden.shape[-1])
         routing = self.route(tokens_TH)
+        self._show(routing, hidden.shape[:-1])
         shared: list[Tensor | None] = []
         out_TH: Tensor = self.experts(  # dispatch -> experts -> combine
             tokens_TH, routing.weights_TK, routing.ids_TK, meanwhile=lambda: shared.append(self.share(tokens_TH))
@@ -58,6 +69,37 @@ class MoELayer(nn.Module):
     def route(self, tokens_TH: Tensor) -> Routing:
         """Decide on the whole local batch, once: chunks are slices of this, and no recompute repeats it."""
         return Routing(*self.router(tokens_TH))
+
+    def register_routing_hook(self, hook: RoutingHook) -> RemovableHandle:
+        """Have every decision shown, once a forward, in training and in evaluation, whatever is recomputed.
+
+        Returns:
+            A handle whose ``remove()`` ends it.
+
+        """
+        if "_routing_hooks" not in vars(self):
+            self._routing_hooks = OrderedDict()
+        handle = RemovableHandle(self._routing_hooks)
+        self._routing_hooks[handle.id] = hook
+        return handle
+
+    def _show(self, routing: Routing, shape: torch.Size) -> None:
+        if torch._C._current_graph_task_id() == -1:  # not run again in backward, by a checkpoint around the layer
+            for hook in tuple(self._routing_hooks.values()):
+                hook(self, routing, shape)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_routing_hooks"}  # copies are not watched
+
+    @property
+    def score_function(self) -> ScoreFunction:
+        """What makes the router's scores of its logits."""
+        return getattr(getattr(self, "router", None), "score_function", "softmax")
+
+    @property
+    def selection_bias(self) -> Tensor | None:
+        """``[E]``, float32: what takes part in the selection of experts alone; ``None`` where the router has none."""
+        return getattr(getattr(self, "router", None), "selection_bias", None)
 
     @property
     def has_shared_experts(self) -> bool:

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_moe.dispatch import Choice
-from lightning_moe.layers import GroupedExperts
+from lightning_moe.layers import GroupedExperts, MoELayer
 from lightning_moe.models import FAMILIES, Block, swap_blocks
 from lightning_moe.parallel.checks import edp_dim, refuse_wrapped
 from lightning_moe.parallel.mesh import MoEMesh
@@ -90,6 +90,8 @@ def parallelize(roots: Iterable[nn.Module], blocks: list[Block], how: Parallelis
         if not isinstance(root, FSDPModule):
             # the root is needed again at once in backward: resharding it would only gather it twice
             fully_shard(root, mesh=how.mesh.world, mp_policy=precision, reshard_after_forward=False)
+        for unit in decoder_layers(root) or [root]:
+            _gather_for_router_losses(unit)
         root.register_forward_hook(_reshard_if_no_backward_comes)
         _leave_inference_mode(root)
     recompute_in_backward(roots, how.recompute)
@@ -114,6 +116,14 @@ def _shard_experts(experts: GroupedExperts, how: Parallelism, precision: MixedPr
         shard_placement_fn=lambda weight: Shard(edp_dim(weight.shape, num_shards)),
         reshard_after_forward=how.reshard_after_forward,
     )
+
+
+def _gather_for_router_losses(unit: nn.Module) -> None:
+    """Let the backward of a loss on routers' logits alone gather a unit's parameters; FSDP2 looks at its outputs only."""
+    state = fully_shard.state(unit)  # type: ignore[attr-defined]
+    for module in unit.modules():
+        if isinstance(module, MoELayer):
+            module.register_routing_hook(lambda _, routing, __: state._register_pre_backward_hook(routing.logits_TE))
 
 
 def _reshard_if_no_backward_comes(root: nn.Module, *_: object) -> None:

@@ -73,7 +73,8 @@ def _chains_of(layer: nn.Module, policy: RecomputePolicy) -> list[Chain]:
         parts = _norm(post_norm, mlp, policy) + _shared_experts(mlp, policy)
         if found and policy.norm and policy.attention:  # the attention runs again for the second norm's argument
             parts = [*found.pop().parts, *parts]
-        found.append(Chain(parts, mlp))
+        exits = [(mlp, "route")] if parts and isinstance(mlp, MoELayer) else []  # the logits, to auxiliary losses
+        found.append(Chain(parts, mlp, exits))
     others = (module for module in layer.modules() if isinstance(module, MoELayer) and module is not mlp)
     return found + [Chain(_shared_experts(moe, policy), moe) for moe in others]
 

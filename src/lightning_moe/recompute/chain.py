@@ -39,10 +39,18 @@ class Chain(NamedTuple):
 
     They run again when the gradient of the end's output is known, in the same order: all hooks sit on one tensor, so each part
     finds its arguments, also where these are another one's output.
+
+    Args:
+        parts: In order.
+        end: The module that runs last.
+        exits: Methods of modules whose result may get a gradient beside the end's output, as a router's logits do from an
+            auxiliary loss. Where that comes alone, it brings back what has run by then.
+
     """
 
     parts: Sequence[Part]
     end: nn.Module
+    exits: Sequence[tuple[nn.Module, str]] = ()
 
 
 class _Run(NamedTuple):
@@ -93,6 +101,8 @@ def recompute(chain: Chain) -> None:
         setattr(part.module, part.method, _checkpointed(method, part.module, number, runs))
         if part.reader is not None:
             part.reader.register_forward_hook(partial(_discard, number, runs))
+    for module, name in chain.exits:
+        setattr(module, name, _watched(getattr(module, name), runs))
     chain.end.register_forward_hook(partial(_finish, runs))
 
 
@@ -102,9 +112,13 @@ def _discard(number: int, runs: dict[int, _Run], *_: Any) -> None:
 
 
 def _finish(runs: dict[int, _Run], _module: nn.Module, _args: Any, output: Any) -> None:
-    checkpoints = [run.checkpoint for run in runs.values()]
+    _bring_back_with(output, runs)
     runs.clear()
-    for tensor in _tensors(output):
+
+
+def _bring_back_with(result: Any, runs: dict[int, _Run]) -> None:
+    checkpoints = [run.checkpoint for run in runs.values()]
+    for tensor in _tensors(result):
         register_in_order(checkpoints, tensor)
 
 
@@ -127,6 +141,16 @@ def _checkpointed(
         with _keeping_no_sum(inputs, list(runs.values())):
             result = checkpoint.checkpoint(MethodType(again, owner), args, kwargs)
         runs[number] = _Run(checkpoint, inputs, _tensors(result))
+        return result
+
+    return call
+
+
+def _watched(method: Callable[..., Any], runs: dict[int, _Run]) -> Callable[..., Any]:
+    @wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = method(*args, **kwargs)
+        _bring_back_with(result, runs)
         return result
 
     return call
