@@ -7,7 +7,7 @@ from lightning.fabric.strategies import ParallelStrategy as FabricParallelStrate
 from lightning.fabric.strategies.strategy import Strategy as FabricStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl as BackwardSyncControl
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
-from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 from lightning.fabric.wrappers import _FabricModule as FabricModule
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
@@ -39,5 +39,6 @@ __all__ = [
     "WeightAveraging",
     "optimizers_to_device",
     "rank_zero_info",
+    "rank_zero_only",
     "rank_zero_warn",
 ]

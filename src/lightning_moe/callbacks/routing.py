@@ -1,0 +1,152 @@
+"""What callbacks that watch routing have in common: they hang on a model's MoE layers, and count where tokens go."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
+
+from lightning_moe._compat import Callback, LightningModule, Trainer
+from lightning_moe.layers import MoELayer, Routing, moe_layers
+from lightning_moe.metrics import TokensPerExpert
+
+
+class RoutingCallback(Callback):
+    """Watches the MoE layers of one model at a time. It knows torch alone, but for the hooks that attach and detach it.
+
+    A subclass says what it does with a model, in :meth:`begin`, and with a routing, in :meth:`see`.
+    """
+
+    def __init__(self) -> None:
+        self._model: nn.Module | None = None
+        self._handles: list[RemovableHandle] = []
+
+    def begin(self, layers: Mapping[str, MoELayer]) -> None:
+        """Take up a model: its MoE layers, by name."""
+        raise NotImplementedError
+
+    def see(self, name: str, layer: MoELayer, routing: Routing) -> None:
+        """Called once for each forward of a layer."""
+        raise NotImplementedError
+
+    def attach(self, model: nn.Module) -> None:
+        """Watch a model from now on, and no other; the same model again changes nothing.
+
+        Raises:
+            ValueError: The model has no MoE layer to watch.
+
+        """
+        if self._model is model:
+            return
+        self.detach()
+        layers = moe_layers(model)
+        self.begin(layers)
+        self._handles = [layer.register_routing_hook(partial(self._see, name)) for name, layer in layers.items()]
+        self._model = model
+
+    def detach(self) -> None:
+        """Leave the model as it was. What was counted stays."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._model = [], None
+
+    @contextmanager
+    def attached(self, model: nn.Module) -> Iterator[Self]:
+        """Watch a model inside the context: for loops of one's own."""
+        self.attach(model)
+        try:
+            yield self
+        finally:
+            self.detach()
+
+    def _see(self, name: str, layer: MoELayer, routing: Routing, _: torch.Size) -> None:
+        self.see(name, layer, routing)
+
+    # The Trainer: every way in, and every way out. The strategy swaps a model's blocks after `setup`, so that is too early.
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.attach(pl_module)
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self.detach()
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.detach()
+
+    # Fabric
+
+    def on_after_setup(self, fabric: Any, module: Any) -> None:
+        """Attach to a model that was set up: ``fabric.setup`` calls it, and ``fabric.call("detach")`` ends it.
+
+        After ``fabric.setup_module``, which calls nothing: ``fabric.call("on_after_setup", fabric=fabric, module=model)``.
+        """
+        self.attach(module.module)
+
+
+class LayerCounts:
+    """How many tokens each expert of some layers got, on the device until somebody asks.
+
+    Args:
+        layers: By name.
+
+    """
+
+    def __init__(self, layers: Mapping[str, MoELayer]) -> None:
+        names = defaultdict(list)
+        for name, layer in layers.items():
+            names[layer.experts.num_experts].append(name)
+        self._names = dict(names)
+        self._metrics = {num_experts: TokensPerExpert(num_experts, len(group)) for num_experts, group in names.items()}
+        self._places = {name: (key, row) for key, group in names.items() for row, name in enumerate(group)}
+        self.anything = False
+
+    def add(self, name: str, ids_TK: Tensor) -> None:
+        """Count a layer's batch."""
+        key, row = self._places[name]
+        if self._metrics[key].device != ids_TK.device:
+            self._metrics[key].to(ids_TK.device)
+        self._metrics[key].update(ids_TK, row)
+        self.anything = True
+
+    def over_ranks(self) -> dict[str, Tensor]:
+        """By layer, ``[1 + E]`` int64 on the device: slots that go nowhere, then tokens of each expert, over all ranks.
+
+        A collective call; nothing waits for the device.
+        """
+        slots: dict[str, Tensor] = {}
+        for key, metric in self._metrics.items():
+            with metric.sync_context(dist_sync_fn=_sum_over_ranks):
+                slots |= zip(self._names[key], metric.slots.view(-1, 1 + key).unbind(), strict=True)
+        return {name: slots[name] for name in self._places}
+
+    def reset(self, slots: Mapping[str, Tensor] | None = None) -> None:
+        """Begin anew, or at counts over all ranks from :meth:`over_ranks`; a layer that these do not have begins at zero."""
+        for key, metric in self._metrics.items():
+            metric.reset()
+            if slots and (not _is_distributed() or dist.get_rank() == 0):  # the others' part is in it
+                zero = torch.zeros(1 + key, dtype=torch.int64)
+                rows = [slots.get(name, zero) for name in self._names[key]]
+                metric.slots = torch.cat(rows).to(metric.slots)
+        self.anything = bool(slots)
+
+
+def _is_distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _sum_over_ranks(slots: Tensor, group: Any = None) -> list[Tensor]:
+    """For torchmetrics, which would gather every rank's and add up."""
+    slots = slots.clone()
+    dist.all_reduce(slots, group=group)
+    return [slots]
