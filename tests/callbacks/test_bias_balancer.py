@@ -101,7 +101,7 @@ def test_it_evens_out_a_skewed_load():
         return load_imbalance(torch.bincount(router(tokens).ids_TK.flatten(), minlength=8)[None]).item()
 
     before, balancer = imbalance(), RouterBiasBalancer(0.01)
-    with torch.no_grad(), balancer.attached(layer):
+    with torch.no_grad(), balancer.watch(layer):
         for step in range(150):
             if step == 100:
                 balancer.update_speed = 0.001

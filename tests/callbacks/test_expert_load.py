@@ -159,12 +159,12 @@ def train_with_fabric(folder):
     fabric.call("log_expert_load", "val")
     fabric.call("save_heatmap", f"{folder}/chart/train.png")
     logger.finalize("success")
-    fabric.call("detach")
+    fabric.call("on_train_end")
     other = ExpertLoadMonitor()
     state = {"model": model, "monitor": None}
     fabric.load(f"{folder}/checkpoint", state)
     other.load_state_dict(state["monitor"])  # Lightning does not, from a folder
-    with other.attached(model.module):
+    with other.watch(model.module):
         restored = other.compute()
     return decisions, restored, [len(layer.moe._routing_hooks) for layer in model.module.layers]
 
@@ -198,7 +198,7 @@ def test_hugging_faces_routers_are_watched_once_where_layers_run_again():
         block.layer.gate.register_forward_hook(lambda *call: chosen.append(call[-1][2]))
     model.train().gradient_checkpointing_enable({"use_reentrant": False})
     monitor = ExpertLoadMonitor()
-    with monitor.attached(model):
+    with monitor.watch(model):
         model(input_ids=batch(0), labels=batch(0), use_cache=False).loss.backward()
         logged = monitor.compute()
     assert len(chosen) == 4, "each router ran again in backward"
@@ -220,7 +220,7 @@ def test_the_heatmap_shows_loads_over_an_even_share():
 def test_without_matplotlib_it_warns_and_goes_on(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monitor, model = ExpertLoadMonitor(), decoder()
-    with monitor.attached(model):
+    with monitor.watch(model):
         model(batches(0, 1)[0])
         with pytest.warns(UserWarning, match="pip install matplotlib"):
             monitor.save_heatmap(tmp_path / "train.png")

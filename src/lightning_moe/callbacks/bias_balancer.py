@@ -26,7 +26,7 @@ class RouterBiasBalancer(RoutingCallback):
     Forwards in eval mode do not count.
 
     ``Trainer(callbacks=[RouterBiasBalancer()])`` and ``Fabric(callbacks=[RouterBiasBalancer()])`` are enough, under any
-    strategy. In a loop of one's own, call :meth:`update` after each optimizer step, inside ``with balancer.attached(model):``.
+    strategy. In a loop of one's own, call :meth:`update` after each optimizer step, inside ``with balancer.watch(model):``.
     The bias is a buffer of the model, so a checkpoint of the model has all there is to keep.
 
     Args:

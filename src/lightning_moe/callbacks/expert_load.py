@@ -40,7 +40,7 @@ class ExpertLoadMonitor(RoutingCallback):
 
     With Fabric, ``Fabric(callbacks=[ExpertLoadMonitor()])`` logs to Fabric's loggers by itself, after optimizer steps; after an
     evaluation call ``fabric.call("log_expert_load", "val")``, and for the chart ``fabric.call("save_heatmap", path)``. In a
-    loop of one's own, :meth:`compute` gives the numbers, inside ``with monitor.attached(model):``.
+    loop of one's own, :meth:`compute` gives the numbers, inside ``with monitor.watch(model):``.
 
     A forward launches a few small kernels a layer. Ranks exchange counts, and the host waits for the device, only when it logs.
 

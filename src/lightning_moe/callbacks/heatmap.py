@@ -14,7 +14,7 @@ from lightning_moe._compat import rank_zero_only, rank_zero_warn
 
 @rank_zero_only
 def save_heatmap(counts: Mapping[str, Tensor], path: str | Path, title: str) -> None:
-    """Draw layers down and experts across, coloured by load, as a PNG. Only rank 0 does; without matplotlib it warns.
+    """Draw layers down and experts across, coloured by load, as a PNG. Only rank 0 does, and warns where it cannot.
 
     Args:
         counts: By layer, ``[E]`` tokens of each expert.
@@ -24,13 +24,16 @@ def save_heatmap(counts: Mapping[str, Tensor], path: str | Path, title: str) -> 
     """
     try:
         from matplotlib.figure import Figure
-    except ImportError:
-        rank_zero_warn("No heatmap of the experts' load was drawn: `pip install matplotlib` to have one.")
-        return
-    figure = Figure(layout="constrained")
-    draw(counts, title, figure)
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=100)
+
+        figure = Figure(layout="constrained")
+        draw(counts, title, figure)
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=100)
+    except (ImportError, OSError) as error:  # not worth a training
+        rank_zero_warn(
+            f"No heatmap of the experts' load was drawn: {error}. It takes matplotlib (`pip install matplotlib`), and a path"
+            " that can be written to."
+        )
 
 
 def draw(counts: Mapping[str, Tensor], title: str, figure: Any) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_moe._compat import Callback, LightningModule, Trainer
+from lightning_moe._compat import Callback, FabricModule, LightningModule, Trainer
 from lightning_moe.layers import MoELayer, Routing, moe_layers
 from lightning_moe.metrics import TokensPerExpert
 
@@ -44,6 +44,7 @@ class RoutingCallback(Callback):
             ValueError: The model has no MoE layer to watch.
 
         """
+        model = model.module if isinstance(model, FabricModule) else model
         if self._model is model:
             return
         self.detach()
@@ -59,8 +60,8 @@ class RoutingCallback(Callback):
         self._handles, self._model = [], None
 
     @contextmanager
-    def attached(self, model: nn.Module) -> Iterator[Self]:
-        """Watch a model inside the context: for loops of one's own."""
+    def watch(self, model: nn.Module) -> Iterator[Self]:
+        """Watch a model for the time of a block: in a loop of one's own, or after ``fabric.setup_module``."""
         self.attach(model)
         try:
             yield self
@@ -71,27 +72,36 @@ class RoutingCallback(Callback):
         self.see(name, layer, routing)
 
     # The Trainer: every way in, and every way out. The strategy swaps a model's blocks after `setup`, so that is too early.
+    # `fabric.call` gives no trainer.
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.attach(pl_module)
 
     @override
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_train_end(self, *_: Any) -> None:
         self.detach()
 
     @override
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def on_exception(self, *_: Any, **__: Any) -> None:
         self.detach()
+
+    @override
+    def teardown(self, *_: Any, **__: Any) -> None:
+        self.detach()
+
+    @override
+    def on_before_backward(self, *_: Any) -> None:
+        """Nothing: loops of Fabric call it for `MemoryMonitor`."""
 
     # Fabric
 
     def on_after_setup(self, fabric: Any, module: Any) -> None:
-        """Attach to a model that was set up: ``fabric.setup`` calls it, and ``fabric.call("detach")`` ends it.
+        """Attach to a model that was set up: ``fabric.setup`` calls it, and ``fabric.call("on_train_end")`` ends it.
 
         After ``fabric.setup_module``, which calls nothing: ``fabric.call("on_after_setup", fabric=fabric, module=model)``.
         """
-        self.attach(module.module)
+        self.attach(module)
 
 
 class LayerCounts:

@@ -19,7 +19,7 @@ class TokensPerExpert(Metric):
 
     Args:
         num_experts: E.
-        num_layers: L.
+        num_layers: L. With 1, torchmetrics makes a scalar of what is one number a layer.
         kwargs: What every torchmetrics metric takes.
 
     Raises:
