@@ -156,7 +156,7 @@ def train_with_fabric(folder):
     model.eval()
     with torch.no_grad():
         model(batches(fabric.global_rank, 1, seed=1)[0])
-    fabric.call("log_expert_load", "val")
+    fabric.call("on_validation_end")
     fabric.call("save_heatmap", f"{folder}/chart/train.png")
     logger.finalize("success")
     fabric.call("on_train_end")

@@ -6,10 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_moe._compat import LightningModule, Trainer
 from lightning_moe.callbacks.routing import LayerCounts, RoutingCallback
 from lightning_moe.layers import MoELayer, Routing
 
@@ -71,7 +69,7 @@ class RouterBiasBalancer(RoutingCallback):
         self._counts.reset()
 
     @override
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+    def on_before_optimizer_step(self, *_: Any) -> None:
         self.update()
 
     def on_after_optimizer_step(self, strategy: Any, optimizer: Any) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_moe._compat import LightningModule, Trainer
@@ -39,7 +38,7 @@ class ExpertLoadMonitor(RoutingCallback):
     epoch ends), ``val.png`` and ``test.png`` go to ``expert_load`` in the first logger's folder.
 
     With Fabric, ``Fabric(callbacks=[ExpertLoadMonitor()])`` logs to Fabric's loggers by itself, after optimizer steps; after an
-    evaluation call ``fabric.call("log_expert_load", "val")``, and for the chart ``fabric.call("save_heatmap", path)``. In a
+    evaluation call ``fabric.call("on_validation_end")``, and for the chart ``fabric.call("save_heatmap", path)``. In a
     loop of one's own, :meth:`compute` gives the numbers, inside ``with monitor.watch(model):``.
 
     A forward launches a few small kernels a layer. Ranks exchange counts, and the host waits for the device, only when it logs.
@@ -148,37 +147,46 @@ class ExpertLoadMonitor(RoutingCallback):
         self._steps += stepped
         return stepped and every > 0 and self._steps % every == 0
 
-    # The Trainer
+    # The Trainer; `fabric.call` gives no trainer
 
     @override
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        if self._is_due(self.log_every_n_steps or trainer.log_every_n_steps):  # type: ignore[attr-defined]
+    def on_before_optimizer_step(self, trainer: Trainer | None = None, *_: Any) -> None:
+        if trainer is not None and self._is_due(self.log_every_n_steps or trainer.log_every_n_steps):  # type: ignore[attr-defined]
             self._log(trainer, "train")
 
     @override
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._draw(trainer, "train")
+    def on_train_epoch_end(self, trainer: Trainer | None = None, *_: Any) -> None:
+        if trainer is not None:
+            self._draw(trainer, "train")
 
     @override
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.attach(pl_module)
-        self._window[False].reset()
+    def on_validation_start(self, trainer: Trainer | None = None, pl_module: LightningModule | None = None) -> None:
+        self._begin_evaluation(pl_module)
 
     @override
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not trainer.sanity_checking:
-            self._log(trainer, "val")
-            self._draw(trainer, "val")
+    def on_validation_end(self, trainer: Trainer | None = None, *_: Any) -> None:
+        self._end_evaluation(trainer, "val")
 
     @override
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.attach(pl_module)
-        self._window[False].reset()
+    def on_test_start(self, trainer: Trainer | None = None, pl_module: LightningModule | None = None) -> None:
+        self._begin_evaluation(pl_module)
 
     @override
-    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._log(trainer, "test")
-        self._draw(trainer, "test")
+    def on_test_end(self, trainer: Trainer | None = None, *_: Any) -> None:
+        self._end_evaluation(trainer, "test")
+
+    def _begin_evaluation(self, pl_module: LightningModule | None) -> None:
+        if pl_module is not None:
+            self.attach(pl_module)
+        if self._window:
+            self._window[False].reset()
+
+    def _end_evaluation(self, trainer: Trainer | None, stage: str) -> None:
+        if trainer is None:
+            self.log_expert_load(stage)
+        elif not trainer.sanity_checking:
+            self._log(trainer, stage)
+            self._draw(trainer, stage)
 
     def _log(self, trainer: Trainer, stage: str) -> None:
         numbers = self.compute(stage)
