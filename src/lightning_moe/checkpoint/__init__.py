@@ -1,0 +1,1 @@
+"""Checkpoints that survive another number of ranks, and Hugging Face's weights in and out."""
