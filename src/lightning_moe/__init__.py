@@ -1,6 +1,7 @@
 """Mixture-of-experts training for PyTorch Lightning and Fabric: expert parallelism in overlapped chunks of tokens."""
 
 from lightning_moe._version import __version__
+from lightning_moe.checkpoint import load_huggingface, save_huggingface
 from lightning_moe.layers import GroupedExperts, MoELayer, Routing, SharedExperts, TopKRouter
 from lightning_moe.parallel.gradients import clip_grad_norm_, total_grad_norm
 from lightning_moe.recompute import RecomputePolicy
@@ -16,5 +17,7 @@ __all__ = [
     "TopKRouter",
     "__version__",
     "clip_grad_norm_",
+    "load_huggingface",
+    "save_huggingface",
     "total_grad_norm",
 ]

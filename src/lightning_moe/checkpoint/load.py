@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.optim import Optimizer
 
+from lightning_moe.checkpoint.messages import listed, quoted
 from lightning_moe.checkpoint.optimizer import Match, match_groups, owner, restore
 from lightning_moe.checkpoint.ranks import on_all_ranks
 from lightning_moe.checkpoint.shards import copy_part
@@ -107,8 +108,10 @@ def compare(kind: str, ours: Sizes, theirs: Sizes, strict: bool) -> None:
         for name, size in theirs.items()
         if name in ours and size != ours[name]
     ]
-    missing, unexpected = _listed(ours.keys() - theirs.keys()), _listed(theirs.keys() - ours.keys())
-    wrong = [f"{_listed(shapes)}"] if shapes else []
+    missing, unexpected = (
+        listed(quoted(names)) for names in (ours.keys() - theirs.keys(), theirs.keys() - ours.keys())
+    )
+    wrong = [listed(shapes)] if shapes else []
     if strict and missing:
         wrong.append(f"it lacks {missing}")
     if strict and unexpected:
@@ -142,12 +145,6 @@ def _refuse_missing_keys(path: Path, source: Source, modules: Iterable[str], opt
 
 def _sizes(values: Mapping[str, Any]) -> dict[str, torch.Size | None]:
     return {name: value.shape if isinstance(value, Tensor) else None for name, value in values.items()}
-
-
-def _listed(names: Iterable[str], most: int = 4) -> str:
-    names = sorted(name if " " in name else f"`{name}`" for name in names)
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
 
 
 @contextmanager

@@ -119,9 +119,9 @@ class Folder:
         values.update({short: read[name] for name, short in names.items()})
 
     def groups(self, key: str) -> list[dict[str, Any]]:
-        return self._nested(
-            {name: self._empty(name) for name, _ in self._below(key, "param_groups")}, key, "param_groups", []
-        )
+        values = {name: self._empty(name) for name, _ in self._below(key, "param_groups")}
+        groups: list[dict[str, Any]] = self._nested(values, key, "param_groups", [])
+        return groups
 
     def state(self, key: str, parameters: Mapping[Any, Tensor]) -> dict[Any, dict[str, Any]]:
         empty: dict[str, Tensor | None] = {}

@@ -15,6 +15,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
 from lightning_moe.checkpoint.background import Saves
+from lightning_moe.checkpoint.from_huggingface import load_due
 from lightning_moe.dispatch.select import DispatcherName, check_dispatcher_name, select_dispatcher
 from lightning_moe.models import Block
 from lightning_moe.models.rotary import keep_rotary_in_float32
@@ -197,6 +198,7 @@ class ExpertParallel:
         keep_rotary_in_float32(module)
         parallelize(roots, blocks, how)
         materialize(module, device)
+        load_due(module)
         num_units, recomputed = sum(len(decoder_layers(root)) for root in roots), count_parts(roots, how.recompute)
         self.report = Report.of(blocks, how, num_units, recomputed, precision)
         _refuse_save_pretrained(module)
@@ -221,7 +223,7 @@ def _refuse_save_pretrained(model: nn.Module) -> None:
     def save_pretrained(*_: Any, **__: Any) -> None:
         raise RuntimeError(
             "`save_pretrained` cannot save a model whose weights are sharded. Call"
-            " `lightning_moe.checkpoint.save_huggingface(model, path)` on all ranks instead: it writes what transformers'"
+            " `lightning_moe.save_huggingface(model, path)` on all ranks instead: it writes what transformers'"
             " `from_pretrained` loads."
         )
 
