@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_moe._compat import unwrap_objects
-from lightning_moe.checkpoint.messages import listed, quoted
+from lightning_moe.checkpoint.messages import class_name, listed, quoted
 from lightning_moe.checkpoint.ranks import on_all_ranks
 from lightning_moe.checkpoint.safetensors import Tensors
 from lightning_moe.checkpoint.shards import region
@@ -107,5 +107,5 @@ def _choose(model: nn.Module, path: Path, tensors: Tensors, strict: bool) -> dic
         wrong += [f"they lack {listed(quoted(missing))}"] * bool(missing)
         wrong += [f"they have {listed(quoted(unexpected))}, which it has not"] * bool(unexpected)
     if wrong:
-        raise ValueError(f"The weights in {path} do not fit the `{type(model).__name__}`: {listed(wrong)}.")
+        raise ValueError(f"The weights in {path} do not fit the `{class_name(model)}`: {listed(wrong)}.")
     return chosen

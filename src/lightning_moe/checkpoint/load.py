@@ -1,11 +1,12 @@
 """Loading a checkpoint into models and optimizers, however they are sharded.
 
-What can be wrong with a checkpoint is found on all ranks before a value is written into a model or an optimizer. Nothing in
-a checkpoint is executed, unless the caller asks for pickled objects.
+All of it is read on all ranks before a value of a model or an optimizer is changed. Nothing in a checkpoint is executed,
+unless the caller asks for pickled objects.
 """
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,10 +17,10 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.optim import Optimizer
 
-from lightning_moe.checkpoint.messages import listed, quoted
+from lightning_moe.checkpoint.messages import class_name, listed, quoted
 from lightning_moe.checkpoint.optimizer import Match, match_groups, owner, restore
 from lightning_moe.checkpoint.ranks import on_all_ranks
-from lightning_moe.checkpoint.shards import copy_part
+from lightning_moe.checkpoint.shards import copy_part, empty_shard
 from lightning_moe.checkpoint.sources import Source, open_source, read_file
 
 Sizes = Mapping[str, torch.Size | None]
@@ -63,16 +64,13 @@ def load_checkpoint(
                 raise KeyError(
                     f"The requested state contains a key '{key}' that does not exist in the loaded checkpoint {path}."
                 )
-        values = {key: get_model_state_dict(module) for key, module in modules.items()}
         with _naming(path):
-            for key, module in modules.items():
-                compare(type(module).__name__, _sizes(values[key]), source.sizes(key), strict)
+            values = {key: _read(source, key, module, strict) for key, module in modules.items()}
             matches = {key: _match(source, key, optimizer, modules) for key, optimizer in optimizers.items()}
             states = {key: source.state(key, match.parameters) for key, match in matches.items()}
     with on_all_ranks(), _naming(path):
         for key, module in modules.items():
-            source.fill(key, values[key])
-            module.load_state_dict(values[key], strict=False)  # what is no tensor
+            module.load_state_dict(values[key], strict=False)
         for key, optimizer in optimizers.items():
             restore(optimizer, matches[key], states[key])
     loaded = modules.keys() | optimizers.keys()
@@ -87,7 +85,7 @@ def load_weights(path: Path, module: nn.Module, strict: bool = True, weights_onl
         weights = read_file(path, weights_only)
         values = get_model_state_dict(module)
         with _naming(path):
-            compare(type(module).__name__, _sizes(values), _sizes(weights), strict)
+            compare(class_name(module), _sizes(values), _sizes(weights), strict)
     for name, value in values.items():
         if isinstance(value, Tensor) and name in weights:
             copy_part(value, weights[name])
@@ -125,6 +123,19 @@ def compare(kind: str, ours: Sizes, theirs: Sizes, strict: bool) -> None:
         raise ValueError(f"It does not fit the `{kind}`: {'; '.join(wrong)}.{hint}")
 
 
+def _read(source: Source, key: str, module: nn.Module, strict: bool) -> dict[str, Any]:
+    """What a checkpoint has of a model's state dict, in new tensors."""
+    ours, sizes = get_model_state_dict(module), source.sizes(key)
+    compare(class_name(module), _sizes(ours), sizes, strict)
+    values = {
+        name: empty_shard(value, value.dtype) if isinstance(value, Tensor) else None
+        for name, value in ours.items()
+        if name in sizes
+    }
+    source.fill(key, values)
+    return values
+
+
 def _match(source: Source, key: str, optimizer: Optimizer, modules: Mapping[str, nn.Module]) -> Match:
     return match_groups(optimizer, owner(optimizer, modules), source.groups(key))
 
@@ -152,5 +163,13 @@ def _naming(path: Path) -> Iterator[None]:
     """Say which checkpoint an error is about."""
     try:
         yield
-    except (ValueError, RuntimeError, EOFError, LookupError, AttributeError, TypeError) as error:
+    except (
+        ValueError,
+        RuntimeError,
+        EOFError,
+        LookupError,
+        AttributeError,
+        TypeError,
+        pickle.UnpicklingError,
+    ) as error:
         raise ValueError(f"{path} cannot be loaded. {error}") from error

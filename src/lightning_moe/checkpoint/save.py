@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.optim import Optimizer
 
@@ -63,6 +64,7 @@ def save_folder(path: Path, state: dict[str, Any], rest: bytes, group: dist.Proc
 
     Raises:
         IsADirectoryError: There is a folder at the path that is no checkpoint.
+        RuntimeError: A rank could not write; the message says which, and why. What was at the path is still there.
 
     """
     leader = not dist.is_initialized() or dist.get_rank(group) == 0
@@ -72,7 +74,12 @@ def save_folder(path: Path, state: dict[str, Any], rest: bytes, group: dist.Proc
             refuse_foreign_folder(path)
             _remove(partial)
             partial.mkdir(parents=True)
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(partial), process_group=group)
+    try:
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(partial), process_group=group)
+    except CheckpointException as error:  # a `BaseException`, the same on all ranks
+        rank, (failure, _) = next(iter(error.failures.items()))
+        message = f"{path} could not be saved: rank {rank} failed with {type(failure).__name__}: {failure}"
+        raise RuntimeError(message) from failure
     with on_all_ranks(group):
         if leader:
             (partial / REST).write_bytes(rest)

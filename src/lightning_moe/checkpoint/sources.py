@@ -39,7 +39,7 @@ class Source(Protocol):
         """The names of a model's values, and the shapes of those that are tensors."""
 
     def fill(self, key: str, values: dict[str, Any]) -> None:
-        """Write a model's values into a state dict of its own: tensors in place, each rank its own part."""
+        """Read a model's values: tensors into those that are given, each rank its own part, and what is no tensor."""
 
     def groups(self, key: str) -> list[dict[str, Any]]:
         """An optimizer's parameter groups."""

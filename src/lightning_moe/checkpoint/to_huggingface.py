@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lightning_moe._compat import unwrap_objects
+from lightning_moe.checkpoint.messages import class_name
 from lightning_moe.checkpoint.ranks import on_all_ranks
 from lightning_moe.checkpoint.safetensors import INDEX, SINGLE, imported
 from lightning_moe.checkpoint.shards import Region, region
@@ -52,11 +52,11 @@ def save_huggingface(model: nn.Module, path: str | os.PathLike[str], max_shard_s
         values = model.state_dict(keep_vars=True)
         if not hasattr(getattr(model, "config", None), "save_pretrained"):
             raise TypeError(
-                f"`{type(model).__name__}` has no `config` that could be saved. Pass the Hugging Face model itself, such as"
+                f"`{class_name(model)}` has no `config` that could be saved. Pass the Hugging Face model itself, such as"
                 " `lightning_module.model`."
             )
         if any(value.is_meta for value in values.values()):
-            raise TypeError(f"The `{type(model).__name__}` is on the meta device, without weights to save.")
+            raise TypeError(f"The `{class_name(model)}` is on the meta device, without weights to save.")
         path.mkdir(parents=True, exist_ok=True)
         writer = _Writer(path, max_shard_size)
     with on_all_ranks(), torch.no_grad():
@@ -176,7 +176,7 @@ def _finish(model: nn.Module, path: Path, weight_map: dict[str, str], total_size
         (path / f".{INDEX}").replace(path / INDEX)
         keep.add(INDEX)
     config: Any = copy.deepcopy(model.config)
-    config.architectures = [next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule)).__name__]
+    config.architectures = [class_name(model)]
     config.dtype = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
     config.save_pretrained(path)
     generation: Any = getattr(model, "generation_config", None)
