@@ -71,7 +71,7 @@ def save_folder(path: Path, state: dict[str, Any], rest: bytes, group: dist.Proc
     partial = _beside(path, "partial")
     with on_all_ranks(group):
         if leader:
-            refuse_foreign_folder(path)
+            _refuse_foreign_folder(path)
             _remove(partial)
             partial.mkdir(parents=True)
     try:
@@ -93,7 +93,7 @@ def save_file(path: Path, content: dict[str, Any]) -> None:
         IsADirectoryError: There is a folder at the path that is no checkpoint.
 
     """
-    refuse_foreign_folder(path)
+    _refuse_foreign_folder(path)
     partial = _beside(path, "partial")
     partial.parent.mkdir(parents=True, exist_ok=True)
     torch.save(content, partial)
@@ -107,8 +107,19 @@ def packed(rest: dict[str, Any]) -> bytes:
     return buffer.getvalue()
 
 
-def refuse_foreign_folder(path: Path) -> None:
-    """Raise an ``IsADirectoryError`` where a checkpoint would replace a folder that is none."""
+def make_way(path: Path) -> None:
+    """Remove a checkpoint that is a folder, for a file that somebody else will write.
+
+    Raises:
+        IsADirectoryError: The folder is no checkpoint.
+
+    """
+    _refuse_foreign_folder(path)
+    if path.is_dir():
+        _remove(path)
+
+
+def _refuse_foreign_folder(path: Path) -> None:
     if path.is_dir() and not (path / REST).is_file() and any(path.iterdir()):
         raise IsADirectoryError(f"{path} is a folder, and no checkpoint that could be replaced. Choose another path.")
 

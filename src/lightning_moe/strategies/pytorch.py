@@ -24,7 +24,7 @@ from lightning_moe._compat import (
     rank_zero_info,
 )
 from lightning_moe.checkpoint.load import load_checkpoint
-from lightning_moe.checkpoint.save import refuse_foreign_folder
+from lightning_moe.checkpoint.save import make_way
 from lightning_moe.parallel.gradients import clip_grad_norm_
 from lightning_moe.parallel.units import roots_below
 from lightning_moe.strategies.core import ExpertParallel, drop_stale_parameters, is_parallelized, no_gradient_sync
@@ -110,9 +110,7 @@ class ChunkedEPStrategy(ExpertParallel, PytorchModelParallelStrategy):
     ) -> None:
         path = Path(self.broadcast(filepath))
         if not self._save_distributed_checkpoint:
-            refuse_foreign_folder(path)
-            io = self.checkpoint_io
-            self._saves.file(checkpoint, lambda content: io.save_checkpoint(content, path, storage_options))
+            self._saves.file(checkpoint, partial(self._save_file, path, storage_options))
             return
         if storage_options is not None:
             raise TypeError(f"`{type(self).__name__}` writes to a local path: `storage_options` is not supported.")
@@ -120,6 +118,10 @@ class ChunkedEPStrategy(ExpertParallel, PytorchModelParallelStrategy):
         for i, state in enumerate(checkpoint.pop("optimizer_states", [])):
             sharded[f"optimizer_{i}"] = state
         self._saves.folder(path, sharded, checkpoint)
+
+    def _save_file(self, path: Path, storage_options: Any | None, checkpoint: dict[str, Any]) -> None:
+        make_way(path)
+        self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options)
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
@@ -141,8 +143,10 @@ class ChunkedEPStrategy(ExpertParallel, PytorchModelParallelStrategy):
 
     @override
     def teardown(self) -> None:
-        self.wait_for_save()
-        super().teardown()
+        try:
+            self.wait_for_save()
+        finally:
+            super().teardown()
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         clip_grad_norm_(self.precision_plugin.main_params(optimizer), clip_val)
