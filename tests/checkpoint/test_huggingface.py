@@ -71,7 +71,7 @@ class CountingSlice:
         return value
 
 
-def in_and_out(ep_size, saved, out):
+def in_and_out(world_size, ep_size, sizes, saved, out):
     """Load before and after the set-up and on the meta device; save; what each rank read and wrote."""
     open_ = reading.Tensors._open
 
@@ -80,21 +80,21 @@ def in_and_out(ep_size, saved, out):
         self._slices = {key: CountingSlice(getattr(s, "inner", s)) for key, s in self._slices.items()}
 
     reading.Tensors._open = counting_open
-    fabric = Fabric(accelerator="cpu", devices=4, strategy=ChunkedEPStrategy(ep_size))
+    fabric = Fabric(accelerator="cpu", devices=world_size, strategy=ChunkedEPStrategy(ep_size))
     fabric.launch()
-    expected = qwen3_moe(torch.float32, seed=1)
+    expected = qwen3_moe(torch.float32, seed=1, **sizes)
 
-    before = qwen3_moe(torch.float32)
+    before = qwen3_moe(torch.float32, **sizes)
     load_huggingface(before, saved)
     assert equal(fabric.setup(before).module, expected)
 
     with torch.device("meta"):
-        due = qwen3_moe(torch.float32)
+        due = qwen3_moe(torch.float32, **sizes)
     load_huggingface(due, saved)
     assert all(p.is_meta for p in due.parameters())
     assert equal(fabric.setup(due).module, expected)
 
-    model = qwen3_moe(torch.float32)
+    model = qwen3_moe(torch.float32, **sizes)
     model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), 0.1))
     CountingSlice.read = 0
     load_huggingface(model, saved)
@@ -119,20 +119,28 @@ def in_and_out(ep_size, saved, out):
     return read, sum(written), logits, {name: full(p) for name, p in model.module.named_parameters()}
 
 
-@pytest.mark.parametrize("ep_size", [2, 1], ids=["ep2-edp2", "ep1-edp4"])
-def test_each_rank_reads_and_writes_its_share(ep_size, tmp_path):
+@pytest.mark.parametrize(
+    ("world_size", "ep_size", "sizes"),
+    [
+        (4, 2, {}),
+        (3, 1, {"hidden_size": 14, "moe_intermediate_size": 13}),
+    ],  # in the second nothing divides by the ranks
+    ids=["ep2-edp2", "uneven"],
+)
+def test_each_rank_reads_and_writes_its_share(world_size, ep_size, sizes, tmp_path):
     """And transformers makes of what they write the same logits."""
-    plain = qwen3_moe(torch.float32, seed=1)
+    plain = qwen3_moe(torch.float32, seed=1, **sizes)
     plain.save_pretrained(tmp_path / "in")
     total = sum(p.numel() for p in plain.parameters())
-    results = run(in_and_out, 4, ep_size, str(tmp_path / "in"), str(tmp_path / "out"), init=False)
+    options = (world_size, ep_size, sizes, str(tmp_path / "in"), str(tmp_path / "out"))
+    results = run(in_and_out, world_size, *options, init=False)
     assert sum(read for read, *_ in results) == sum(written for _, written, *_ in results) == total
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == 4 * total
-    loaded = Qwen3MoeForCausalLM.from_pretrained(tmp_path / "out")
+    loaded = Qwen3MoeForCausalLM.from_pretrained(tmp_path / "out", experts_implementation="eager")
     for read, written, logits, weights in results:
-        assert 0.2 < read / total < 0.3
-        assert 0.15 < written / total < 0.35
+        assert 0.7 < read / total * world_size < 1.3
+        assert 0.6 < written / total * world_size < 1.4
         assert all(torch.equal(weights[name], p) for name, p in loaded.named_parameters())
         assert not torch.equal(weights["lm_head.weight"], plain.lm_head.weight)
         torch.testing.assert_close(loaded(batch(9)).logits, logits, rtol=1e-5, atol=1e-6)
