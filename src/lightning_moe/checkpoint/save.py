@@ -74,15 +74,17 @@ def save_folder(path: Path, state: dict[str, Any], rest: bytes, group: dist.Proc
             _refuse_foreign_folder(path)
             _remove(partial)
             partial.mkdir(parents=True)
+            (partial / REST).write_bytes(rest)
     try:
         dcp.save(state, storage_writer=dcp.FileSystemWriter(partial), process_group=group)
     except CheckpointException as error:  # a `BaseException`, the same on all ranks
+        if leader:
+            shutil.rmtree(partial, ignore_errors=True)
         rank, (failure, _) = next(iter(error.failures.items()))
         message = f"{path} could not be saved: rank {rank} failed with {type(failure).__name__}: {failure}"
         raise RuntimeError(message) from failure
     with on_all_ranks(group):
         if leader:
-            (partial / REST).write_bytes(rest)
             _replace(partial, path)
 
 
@@ -96,7 +98,11 @@ def save_file(path: Path, content: dict[str, Any]) -> None:
     _refuse_foreign_folder(path)
     partial = _beside(path, "partial")
     partial.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(content, partial)
+    try:
+        torch.save(content, partial)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
     _replace(partial, path)
 
 

@@ -59,8 +59,12 @@ def save_huggingface(model: nn.Module, path: str | os.PathLike[str], max_shard_s
             raise TypeError(f"The `{class_name(model)}` is on the meta device, without weights to save.")
         path.mkdir(parents=True, exist_ok=True)
         writer = _Writer(path, max_shard_size)
-    with on_all_ranks(), torch.no_grad():
-        _write(values, stored_layouts(model), writer)
+    try:
+        with on_all_ranks(), torch.no_grad():
+            _write(values, stored_layouts(model), writer)
+    except BaseException:
+        writer.discard()
+        raise
     with on_all_ranks():
         weight_map = writer.name_files()
     with on_all_ranks():
@@ -107,6 +111,11 @@ class _Writer:
                 if rank == self.rank:
                     self._partial(i).replace(self.folder / file)
         return weight_map
+
+    def discard(self) -> None:
+        """Remove what was written."""
+        for number in range(len(self.files) + 1):
+            self._partial(number).unlink(missing_ok=True)
 
     def _partial(self, number: int) -> Path:
         return self.folder / f".model-{self.rank}-{number}.partial"
