@@ -14,11 +14,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from lightning.fabric import Fabric
 
-from helpers.models import full, qwen3_moe
+from helpers.models import qwen3_moe
 from helpers.processes import run
 from helpers.training import my_share
 from lightning_moe import ChunkedEPStrategy
 from lightning_moe.checkpoint import load as loading
+from lightning_moe.ops.local import local_part
 
 
 def cut(path: Path) -> None:
@@ -94,8 +95,9 @@ FILE = {
 
 
 def state_of(model, optimizer):
+    """This rank's own part of it."""
     state = [value for entries in optimizer.state.values() for value in entries.values()]
-    return [full(value).clone() for value in (*model.parameters(), *state)]
+    return [local_part(value.detach()).clone() for value in (*model.parameters(), *state)]
 
 
 def train(seed, optimizer_class=torch.optim.AdamW, sharded=True, **overrides):
