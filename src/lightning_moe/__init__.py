@@ -1,6 +1,7 @@
 """Mixture-of-experts training for PyTorch Lightning and Fabric: expert parallelism in overlapped chunks of tokens."""
 
 from lightning_moe._version import __version__
+from lightning_moe.checkpoint import load_huggingface, save_huggingface
 from lightning_moe.layers import (
     GroupedExperts,
     MoELayer,
@@ -26,7 +27,9 @@ __all__ = [
     "__version__",
     "clip_grad_norm_",
     "load_balancing_loss",
+    "load_huggingface",
     "record_routing",
     "router_z_loss",
+    "save_huggingface",
     "total_grad_norm",
 ]

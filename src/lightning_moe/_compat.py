@@ -9,6 +9,7 @@ from lightning.fabric.strategies.strategy import _BackwardSyncControl as Backwar
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 from lightning.fabric.wrappers import _FabricModule as FabricModule
+from lightning.fabric.wrappers import _unwrap_objects as unwrap_objects
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import Precision as PytorchPrecision
@@ -41,4 +42,5 @@ __all__ = [
     "rank_zero_info",
     "rank_zero_only",
     "rank_zero_warn",
+    "unwrap_objects",
 ]

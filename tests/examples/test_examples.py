@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import Qwen3MoeForCausalLM
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLES = REPOSITORY / "examples"
@@ -124,3 +125,18 @@ def test_arms_that_recompute_differ_by_no_more_than_a_repetition(text_folder, tm
     for arm in arms:
         assert len(set(arm["losses"])) == len(set(arm["norms"])) == 3
         assert arm["distance"] == {"losses": 0.0, "norms": 0.0}
+
+
+def test_finetunes_a_model_of_transformers(text_folder, tmp_path):
+    """From `save_pretrained` to `from_pretrained`, and the logits are transformers' own."""
+    command = [sys.executable, EXAMPLES / "finetune_hf.py", "--data", text_folder, "--out", tmp_path / "tuned"]
+    command += ["--steps", "6", "--batch-size", "4", "--window", "64"]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY / "src")}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=140, check=False)
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output
+    assert losses(output)[-1] < math.log(256) - 0.7
+    assert float(re.search(r"differ by (\S+) from", output)[1]) < 1e-5
+    base, tuned = (Qwen3MoeForCausalLM.from_pretrained(tmp_path / name) for name in ("tuned-base", "tuned"))
+    changed = (base.lm_head.weight - tuned.lm_head.weight).norm() / base.lm_head.weight.norm()
+    assert 0.1 < changed < 1, "what was loaded was trained on"

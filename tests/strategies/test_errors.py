@@ -253,6 +253,6 @@ def save_as_hugging_face_does(folder):
 
 
 def test_save_pretrained_says_what_to_do_instead(tmp_path):
-    with pytest.raises(AssertionError, match="`save_pretrained` cannot save.*single file"):
+    with pytest.raises(AssertionError, match="`save_pretrained` cannot save.*lightning_moe.save_huggingface"):
         run(save_as_hugging_face_does, 1, str(tmp_path), init=False)
     assert not list(tmp_path.iterdir())

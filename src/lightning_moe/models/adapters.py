@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
+import torch
 from torch import nn
 
 from lightning_moe.layers import MoELayer
+from lightning_moe.models.layouts import Layout, whole
 from lightning_moe.models.qwen3_moe import Qwen3MoELayer
 
-FAMILIES: dict[str, Callable[[nn.Module], MoELayer]] = {
-    "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock": Qwen3MoELayer.from_hf,
+
+@runtime_checkable
+class Family(Protocol):
+    """What an adapter knows of a Hugging Face family."""
+
+    def from_hf(self, block: nn.Module) -> MoELayer:
+        """Make a layer of a block, with the block's own parameters."""
+
+    def layouts(self, name: str, shape: torch.Size) -> list[Layout]:
+        """How files store a value of the layer: see :mod:`lightning_moe.models.layouts`."""
+
+
+FAMILIES: dict[str, Family] = {
+    "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock": Qwen3MoELayer,
 }
-"""Qualified name of a block's class -> what makes a layer of it. Names, so that no family is imported to be looked for."""
+"""Qualified name of a block's class -> its family. Names, so that no family is imported to be looked for."""
 
 
 class Block(NamedTuple):
@@ -43,7 +56,7 @@ def swap_blocks(model: nn.Module) -> list[Block]:
     blocks = []
     seen: dict[nn.Module, tuple[str, nn.Module]] = {}
     for name, module in list(model.named_modules(remove_duplicate=False)):
-        known = next((cls for cls in type(module).__mro__ if _qualified_name(cls) in FAMILIES), None)
+        known = _known_class(module)
         if known is None and not isinstance(module, MoELayer):
             continue
         parent = model.get_submodule(name.rpartition(".")[0])
@@ -64,10 +77,43 @@ def swap_blocks(model: nn.Module) -> list[Block]:
                 f"The model is itself a `{type(module).__name__}`, which cannot be replaced in place. Wrap it in a module."
             )
         refuse_changed(name, module, known)
-        layer = FAMILIES[_qualified_name(known)](module).train(module.training)
+        layer = FAMILIES[_qualified_name(known)].from_hf(module).train(module.training)
         model.set_submodule(name, layer)
         blocks.append(Block(name, type(module).__name__, layer))
     return blocks
+
+
+def stored_layouts(model: nn.Module) -> dict[str, list[Layout]]:
+    """How Hugging Face's files store each value of a model, whether its blocks were swapped or not.
+
+    Returns:
+        Name in the model's state dict -> its layouts, the one to write first. A value that several modules share is there
+        once, under its first name.
+
+    """
+    families: list[tuple[str, Family]] = []
+    for name, module in model.named_modules():
+        known = _known_class(module)
+        if known is not None:
+            families.append((f"{name}." if name else "", FAMILIES[_qualified_name(known)]))
+        elif isinstance(module, MoELayer) and isinstance(module, Family):
+            families.append((f"{name}." if name else "", module))
+    persistent = model.state_dict(keep_vars=True).keys()
+    values = [
+        *model.named_parameters(),
+        *((name, value) for name, value in model.named_buffers() if name in persistent),
+    ]
+    layouts: dict[str, list[Layout]] = {}
+    for name, value in values:
+        prefix, family = next((found for found in families if name.startswith(found[0])), ("", None))
+        inner = name.removeprefix(prefix)
+        stored = [whole(inner, value.shape)] if family is None else family.layouts(inner, value.shape)
+        layouts[name] = [[part.below(prefix) for part in layout] for layout in stored]
+    return layouts
+
+
+def _known_class(module: nn.Module) -> type[nn.Module] | None:
+    return next((cls for cls in type(module).__mro__ if _qualified_name(cls) in FAMILIES), None)
 
 
 def refuse_changed(name: str, block: nn.Module, known: type[nn.Module]) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_moe.layers import GroupedExperts, MoELayer, Routing
+from lightning_moe.models.layouts import Layout, per_expert, whole
 
 
 class Qwen3MoELayer(MoELayer):
@@ -39,6 +40,15 @@ class Qwen3MoELayer(MoELayer):
                 " Set `hidden_act='silu'` in the model's config."
             )
         return cls(block.gate, stacked_experts(experts))
+
+    @staticmethod
+    def layouts(name: str, shape: torch.Size) -> list[Layout]:
+        """How files store a value of the layer: as one, but experts also, and in most files, each by itself."""
+        if name == "experts.gate_up_proj":
+            return [per_expert("experts", ["gate_proj", "up_proj"], shape), whole(name, shape)]
+        if name == "experts.down_proj":
+            return [per_expert("experts", ["down_proj"], shape), whole(name, shape)]
+        return [whole(name, shape)]
 
     def route(self, tokens_TH: Tensor) -> Routing:
         return Routing(*self.gate(tokens_TH))

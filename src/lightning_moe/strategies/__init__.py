@@ -48,8 +48,10 @@ class ChunkedEPStrategy(ExpertParallel, PytorchParallelStrategy, FabricParallelS
             such as ``["norm", "moe_act"]``, or a ``RecomputePolicy``.
         reshard_after_forward: Free a layer's gathered parameters after its forward, and gather them again in backward.
         save_distributed_checkpoint: Save a folder with one file for each process (``True``) or a single file.
-        weights_only: What ``torch.load`` is told for the part of a checkpoint that is neither model nor optimizer, where the
-            caller does not say. ``False`` loads pickled objects: only from files that you trust.
+        save_asynchronously: Copy what is saved to the CPU and write it beside training. The next save or load, and the end of
+            the Trainer's run, wait for it; ``wait_for_save()`` does so at any time.
+        weights_only: ``False`` lets a checkpoint hold objects that only pickle restores, where the caller does not say. Loading
+            them may run any code: only from files that you trust.
         process_group_backend: Backend of ``torch.distributed``; by default the one that fits the device.
         timeout: How long a process waits for the others before it gives up.
 

@@ -14,6 +14,8 @@ from torch import nn
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
+from lightning_moe.checkpoint.background import Saves
+from lightning_moe.checkpoint.from_huggingface import load_due
 from lightning_moe.dispatch.select import DispatcherName, check_dispatcher_name, select_dispatcher
 from lightning_moe.models import Block
 from lightning_moe.models.rotary import keep_rotary_in_float32
@@ -84,6 +86,7 @@ class ExpertParallel:
         recompute: str | list[str] | RecomputePolicy = "none",
         reshard_after_forward: bool = True,
         save_distributed_checkpoint: bool = True,
+        save_asynchronously: bool = False,
         weights_only: bool | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
@@ -95,6 +98,7 @@ class ExpertParallel:
             "recompute": recompute,
             "reshard_after_forward": reshard_after_forward,
             "save_distributed_checkpoint": save_distributed_checkpoint,
+            "save_asynchronously": save_asynchronously,
             "weights_only": weights_only,
             "process_group_backend": process_group_backend,
             "timeout": timeout,
@@ -103,6 +107,7 @@ class ExpertParallel:
             expert_parallel_size, num_chunks, dispatcher, RecomputePolicy.of(recompute), reshard_after_forward
         )
         self._weights_only = weights_only
+        self._saves = Saves(save_asynchronously, timeout)
         self._meshes: dict[int, MoEMesh] = {}
         self._moe_mesh: MoEMesh | None = None  # of the model that was set up last
         self.report: Report | None = None
@@ -120,6 +125,19 @@ class ExpertParallel:
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Every rank has its own data."""
         return {"num_replicas": self.world_size, "rank": self.global_rank}  # type: ignore[attr-defined]
+
+    def wait_for_save(self) -> None:
+        """Return once checkpoints that are being saved in the background are complete.
+
+        Raises:
+            Exception: One of them could not be saved.
+
+        """
+        self._saves.wait()
+
+    def _resolve_weights_only(self, weights_only: bool | None) -> bool:
+        """What the caller said, or else the strategy's own argument, or else the safe way."""
+        return next((said for said in (weights_only, self._weights_only) if said is not None), True)
 
     def _check_precision(self, precision: str) -> None:
         if precision not in PARAM_DTYPES:
@@ -180,6 +198,7 @@ class ExpertParallel:
         keep_rotary_in_float32(module)
         parallelize(roots, blocks, how)
         materialize(module, device)
+        load_due(module)
         num_units, recomputed = sum(len(decoder_layers(root)) for root in roots), count_parts(roots, how.recompute)
         self.report = Report.of(blocks, how, num_units, recomputed, precision)
         _refuse_save_pretrained(module)
@@ -203,9 +222,9 @@ def _refuse_save_pretrained(model: nn.Module) -> None:
 
     def save_pretrained(*_: Any, **__: Any) -> None:
         raise RuntimeError(
-            "`save_pretrained` cannot save a model whose weights are sharded. Save a checkpoint in a single file instead (with"
-            " `ChunkedEPStrategy(save_distributed_checkpoint=False)`, by `trainer.save_checkpoint` or `fabric.save`), load its"
-            " state dict into the plain model, and call `save_pretrained` on that."
+            "`save_pretrained` cannot save a model whose weights are sharded. Call"
+            " `lightning_moe.save_huggingface(model, path)` on all ranks instead: it writes what transformers'"
+            " `from_pretrained` loads."
         )
 
     for module in model.modules():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ from lightning_moe._compat import (
     LightningModule,
     rank_zero_info,
 )
+from lightning_moe.checkpoint.load import load_checkpoint, load_weights
+from lightning_moe.checkpoint.save import save_file, state_dicts
 from lightning_moe.parallel.gradients import clip_grad_norm_
 from lightning_moe.parallel.units import roots_below
 from lightning_moe.strategies.core import (
@@ -102,6 +106,23 @@ class ChunkedEPStrategy(ExpertParallel, FabricModelParallelStrategy):
         return clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
 
     @override
+    def save_checkpoint(
+        self,
+        path: str | Path,
+        state: dict[str, nn.Module | Optimizer | Any],
+        storage_options: Any | None = None,
+        filter: dict[str, Callable[[str, Any], bool]] | None = None,
+    ) -> None:
+        if storage_options is not None:
+            raise TypeError(f"`{type(self).__name__}` writes to a local path: `storage_options` is not supported.")
+        path = Path(self.broadcast(path))
+        sharded, rest = state_dicts(state, whole=not self._save_distributed_checkpoint, keep=filter or {})
+        if self._save_distributed_checkpoint:
+            self._saves.folder(path, sharded, rest)
+        else:
+            self._saves.file(sharded | rest, partial(save_file, path))
+
+    @override
     def load_checkpoint(
         self,
         path: str | Path,
@@ -109,8 +130,28 @@ class ChunkedEPStrategy(ExpertParallel, FabricModelParallelStrategy):
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        weights_only = self._weights_only if weights_only is None else weights_only
-        return super().load_checkpoint(path, state, strict, weights_only)
+        if not state or isinstance(state, Optimizer):
+            raise ValueError(
+                "What is loaded needs a model to go into: pass it as `fabric.load(path, {'model': model, ...})`, or to"
+                " `fabric.load_raw(path, model)`."
+            )
+        self.wait_for_save()
+        weights_only = self._resolve_weights_only(weights_only)
+        path = Path(self.broadcast(path))
+        if isinstance(state, nn.Module):
+            load_weights(path, state, strict, weights_only)
+            return {}
+        modules = {key: value for key, value in state.items() if isinstance(value, nn.Module)}
+        optimizers = {key: value for key, value in state.items() if isinstance(value, Optimizer)}
+        wanted = state.keys() - modules.keys() - optimizers.keys()
+        rest = load_checkpoint(path, modules, optimizers, strict, weights_only, wanted)
+        for key in wanted & rest.keys():
+            value = rest.pop(key)
+            if hasattr(state[key], "load_state_dict"):
+                state[key].load_state_dict(value)
+            else:
+                state[key] = value
+        return rest
 
 
 class _SyncControl(BackwardSyncControl):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import _GeneratorContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -23,6 +23,8 @@ from lightning_moe._compat import (
     optimizers_to_device,
     rank_zero_info,
 )
+from lightning_moe.checkpoint.load import load_checkpoint
+from lightning_moe.checkpoint.save import make_way
 from lightning_moe.parallel.gradients import clip_grad_norm_
 from lightning_moe.parallel.units import roots_below
 from lightning_moe.strategies.core import ExpertParallel, drop_stale_parameters, is_parallelized, no_gradient_sync
@@ -103,17 +105,48 @@ class ChunkedEPStrategy(ExpertParallel, PytorchModelParallelStrategy):
         return result
 
     @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        path = Path(self.broadcast(filepath))
+        if not self._save_distributed_checkpoint:
+            self._saves.file(checkpoint, partial(self._save_file, path, storage_options))
+            return
+        if storage_options is not None:
+            raise TypeError(f"`{type(self).__name__}` writes to a local path: `storage_options` is not supported.")
+        sharded = {"state_dict": checkpoint.pop("state_dict")}
+        for i, state in enumerate(checkpoint.pop("optimizer_states", [])):
+            sharded[f"optimizer_{i}"] = state
+        self._saves.folder(path, sharded, checkpoint)
+
+    def _save_file(self, path: Path, storage_options: Any | None, checkpoint: dict[str, Any]) -> None:
+        make_way(path)
+        self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options)
+
+    @override
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        if self.is_global_zero:
+            self._saves.then(partial(self.checkpoint_io.remove_checkpoint, filepath))
+
+    @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        weights_only = self._weights_only if weights_only is None else weights_only  # the Trainer drops its own
+        assert self.model is not None
+        assert self.lightning_module is not None
+        self.wait_for_save()
+        return load_checkpoint(
+            Path(self.broadcast(checkpoint_path)),
+            {"state_dict": self.model},
+            {f"optimizer_{i}": optimizer for i, optimizer in enumerate(self.optimizers)},
+            self.lightning_module.strict_loading,
+            self._resolve_weights_only(weights_only),
+        )
+
+    @override
+    def teardown(self) -> None:
         try:
-            return super().load_checkpoint(checkpoint_path, weights_only)
-        except (KeyError, CheckpointException) as error:
-            if "optimizer" not in str(error):
-                raise
-            raise ValueError(
-                f"{checkpoint_path} holds no optimizer state: it was saved with `weights_only=True`. It can be validated,"
-                " tested or predicted with, but training cannot be resumed from it."
-            ) from error
+            self.wait_for_save()
+        finally:
+            super().teardown()
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         clip_grad_norm_(self.precision_plugin.main_params(optimizer), clip_val)

@@ -1,0 +1,150 @@
+"""Saving a checkpoint: beside the path first, and in its place only once it is complete."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from torch.optim import Optimizer
+
+from lightning_moe.checkpoint.optimizer import owner
+from lightning_moe.checkpoint.ranks import on_all_ranks
+from lightning_moe.checkpoint.sources import REST
+
+
+def state_dicts(
+    state: Mapping[str, Any], whole: bool, keep: Mapping[str, Callable[[str, Any], bool]]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Take models and optimizers apart from the rest. Collective.
+
+    Args:
+        state: What is to be saved, by key.
+        whole: Gather every tensor on rank 0, for a single file.
+        keep: Key -> whether an item of what it stands for is saved, by name and value.
+
+    Returns:
+        State dicts of models and optimizers on the CPU, and the rest.
+
+    """
+    modules = {key: value for key, value in state.items() if isinstance(value, nn.Module)}
+    options = StateDictOptions(full_state_dict=whole, cpu_offload=True)
+    sharded: dict[str, Any] = {}
+    rest: dict[str, Any] = {}
+    for key, value in state.items():
+        into, saved = sharded, value
+        if isinstance(value, nn.Module):
+            saved = get_model_state_dict(value, options=options)
+        elif isinstance(value, Optimizer):
+            saved = get_optimizer_state_dict(owner(value, modules), value, options=options)
+        else:
+            into, saved = rest, value.state_dict() if hasattr(value, "state_dict") else value
+        if key in keep:
+            saved = {name: item for name, item in saved.items() if keep[key](name, item)}
+        into[key] = saved
+    return sharded, rest
+
+
+def save_folder(path: Path, state: dict[str, Any], rest: bytes, group: dist.ProcessGroup | None = None) -> None:
+    """Write a folder of ``torch.distributed.checkpoint`` to which each rank adds its shards. Collective.
+
+    Args:
+        path: On storage that all ranks share. What was there before is replaced, at the end.
+        state: Models' and optimizers' state dicts of DTensors, by key.
+        rest: What :func:`packed` made of everything else.
+        group: The ranks.
+
+    Raises:
+        IsADirectoryError: There is a folder at the path that is no checkpoint.
+        RuntimeError: A rank could not write; the message says which, and why. What was at the path is still there.
+
+    """
+    leader = not dist.is_initialized() or dist.get_rank(group) == 0
+    partial = _beside(path, "partial")
+    with on_all_ranks(group):
+        if leader:
+            _refuse_foreign_folder(path)
+            _remove(partial)
+            partial.mkdir(parents=True)
+            (partial / REST).write_bytes(rest)
+    try:
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(partial), process_group=group)
+    except CheckpointException as error:  # a `BaseException`, the same on all ranks
+        if leader:
+            shutil.rmtree(partial, ignore_errors=True)
+        rank, (failure, _) = next(iter(error.failures.items()))
+        message = f"{path} could not be saved: rank {rank} failed with {type(failure).__name__}: {failure}"
+        raise RuntimeError(message) from failure
+    with on_all_ranks(group):
+        if leader:
+            _replace(partial, path)
+
+
+def save_file(path: Path, content: dict[str, Any]) -> None:
+    """Write a single file; to be called on one rank.
+
+    Raises:
+        IsADirectoryError: There is a folder at the path that is no checkpoint.
+
+    """
+    _refuse_foreign_folder(path)
+    partial = _beside(path, "partial")
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        torch.save(content, partial)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    _replace(partial, path)
+
+
+def packed(rest: dict[str, Any]) -> bytes:
+    """What is neither model nor optimizer, as the content of a file: what changes later does not change it."""
+    buffer = io.BytesIO()
+    torch.save(rest, buffer)
+    return buffer.getvalue()
+
+
+def make_way(path: Path) -> None:
+    """Remove a checkpoint that is a folder, for a file that somebody else will write.
+
+    Raises:
+        IsADirectoryError: The folder is no checkpoint.
+
+    """
+    _refuse_foreign_folder(path)
+    if path.is_dir():
+        _remove(path)
+
+
+def _refuse_foreign_folder(path: Path) -> None:
+    if path.is_dir() and not (path / REST).is_file() and any(path.iterdir()):
+        raise IsADirectoryError(f"{path} is a folder, and no checkpoint that could be replaced. Choose another path.")
+
+
+def _replace(new: Path, path: Path) -> None:
+    old = _beside(path, "replaced")
+    _remove(old)
+    if path.exists() or path.is_symlink():
+        path.rename(old)
+    new.rename(path)
+    _remove(old)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _beside(path: Path, ending: str) -> Path:
+    return path.with_name(f".{path.name}.{ending}")
