@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_moe._compat import Callback, FabricModule, LightningModule, Trainer
+from lightning_moe._compat import FabricModule, LightningModule, Trainer
+from lightning_moe.callbacks.anywhere import Anywhere
 from lightning_moe.layers import MoELayer, Routing, moe_layers
 from lightning_moe.metrics import TokensPerExpert
 
 
-class RoutingCallback(Callback):
+class RoutingCallback(Anywhere):
     """Watches the MoE layers of one model at a time. It knows torch alone, but for the hooks that attach and detach it.
 
     A subclass says what it does with a model, in :meth:`begin`, and with a routing, in :meth:`see`.
@@ -89,10 +90,6 @@ class RoutingCallback(Callback):
     @override
     def teardown(self, *_: Any, **__: Any) -> None:
         self.detach()
-
-    @override
-    def on_before_backward(self, *_: Any) -> None:
-        """Nothing: loops of Fabric call it for `MemoryMonitor`."""
 
     # Fabric
 
