@@ -23,6 +23,7 @@ from torch import Tensor
 
 from lightning_moe.bench.processes import environment, launch
 from lightning_moe.bench.report import chart, save, table
+from lightning_moe.buffers import held_bytes, release_buffers
 from lightning_moe.dispatch import DISPATCHERS, Dispatcher, LocalDispatcher, select_dispatcher
 from lightning_moe.overlap import chunked_experts
 from lightning_moe.recompute.policy import ROUTED_MODES
@@ -255,14 +256,19 @@ def _milliseconds(setup: _Setup, case: Case) -> float:
     return float(slowest)
 
 
+_MEMORY = ("allocated_gib", "result_gib", "reserved_gib", "communication_gib", "alloc_retries")
+
+
 def _memory(setup: _Setup, case: Case) -> dict[str, float]:
     """Of one call: the allocated peak above what was there before, and what of it is the result; the reserved peak in all.
 
-    Largest over ranks, in GiB.
+    Beside it, the buffers of communication that the dispatcher holds afterwards, which the allocator may not know of. Largest
+    over ranks, in GiB.
     """
     if setup.device.type != "cuda":
         setup.call(case)
-        return {"allocated_gib": 0.0, "result_gib": 0.0, "reserved_gib": 0.0, "alloc_retries": 0.0}
+        return dict.fromkeys(_MEMORY, 0.0)
+    release_buffers()  # of the case before
     setup.call(case)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -275,11 +281,12 @@ def _memory(setup: _Setup, case: Case) -> dict[str, float]:
         (torch.cuda.max_memory_allocated() - before) / 2**30,
         sum(tensor.untyped_storage().nbytes() for tensor in result) / 2**30,
         torch.cuda.max_memory_reserved() / 2**30,
+        held_bytes().get("communication", 0) / 2**30,
         float(torch.cuda.memory_stats()["num_alloc_retries"] - retries),
     ]
     largest = torch.tensor(peaks, device=setup.device, dtype=torch.float64)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
-    return dict(zip(("allocated_gib", "result_gib", "reserved_gib", "alloc_retries"), largest.tolist(), strict=True))
+    return dict(zip(_MEMORY, largest.tolist(), strict=True))
 
 
 def _trace(setup: _Setup, case: Case, prefix: str) -> None:

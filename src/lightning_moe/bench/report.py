@@ -41,7 +41,7 @@ def table(result: dict[str, Any]) -> str:
         f" {machine(result)}",
         *(f"{name}: {reason}" for name, reason in result["dispatchers"].items()),
         f"{'what':<6} {'direction':<9} {'mode':<9} {'dispatcher':<11} {'chunks':>6} {'ms':>8} {'quartiles':>15} {'x floor':>8}"
-        f" {'TFLOP/s':>8} {'alloc GiB':>9} {'of it result':>12} {'reserved':>9}",
+        f" {'TFLOP/s':>8} {'alloc GiB':>9} {'of it result':>12} {'reserved':>9} {'buffers':>8}",
     ]
     for row in result["rows"]:
         low, high = row["ms_quartiles"]
@@ -49,6 +49,7 @@ def table(result: dict[str, Any]) -> str:
             f"{row['what']:<6} {row['direction']:<9} {row['mode']:<9} {row['dispatcher']:<11} {row['chunks']:>6}"
             f" {row['ms']:>8.3f} {low:>7.3f}-{high:<7.3f} {row['times_floor']:>8.3f} {row['tflops']:>8.1f}"
             f" {row['allocated_gib']:>9.3f} {row['result_gib']:>12.3f} {row['reserved_gib']:>9.3f}"
+            f" {row['communication_gib']:>8.3f}"
         )
     return "\n".join(lines)
 
