@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from lightning_moe.bench import memory, offload, op
+from lightning_moe.bench import memory, offload, op, step
 
 
 def main() -> None:
@@ -14,6 +14,9 @@ def main() -> None:
     op.add_arguments(commands.add_parser("op", help="one layer's routed experts: time and memory against the floor"))
     memory.add_arguments(commands.add_parser("memory", help="recompute policies: memory and time of a training step"))
     offload.add_arguments(commands.add_parser("offload", help="activation offload: memory and time of a training step"))
+    step.add_arguments(
+        commands.add_parser("step", help="whole training steps, in chunks against native expert parallelism")
+    )
     arguments = parser.parse_args()
     arguments.run(arguments)
 
