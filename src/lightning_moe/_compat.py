@@ -12,18 +12,21 @@ from lightning.fabric.wrappers import _FabricModule as FabricModule
 from lightning.fabric.wrappers import _unwrap_objects as unwrap_objects
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import Checkpoint as CheckpointCallback
 from lightning.pytorch.plugins.precision import Precision as PytorchPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy as PytorchModelParallelStrategy
 from lightning.pytorch.strategies import ParallelStrategy as PytorchParallelStrategy
 from lightning.pytorch.strategies import StrategyRegistry as PYTORCH_REGISTRY
 from lightning.pytorch.strategies.strategy import Strategy as PytorchStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 __all__ = [
     "FABRIC_REGISTRY",
     "PYTORCH_REGISTRY",
     "BackwardSyncControl",
     "Callback",
+    "CheckpointCallback",
     "FabricModelParallelStrategy",
     "FabricModule",
     "FabricParallelStrategy",
@@ -34,6 +37,7 @@ __all__ = [
     "PytorchParallelStrategy",
     "PytorchPrecision",
     "PytorchStrategy",
+    "SIGTERMException",
     "StochasticWeightAveraging",
     "Trainer",
     "TrainerFn",

@@ -37,6 +37,7 @@ def run(
     timeout: float = 120,
     device: str = "cpu",
     init: bool = True,
+    killed: tuple[int, ...] = (),
 ) -> list[Any]:
     """Call ``function(*args)`` in ``world_size`` processes; return what each returned, by rank.
 
@@ -47,6 +48,7 @@ def run(
         timeout: Seconds until all processes are killed.
         device: ``"cuda"`` gives each process the GPU of its rank.
         init: Open the default process group; ``False`` leaves it to Lightning, which finds ranks as under ``torchrun``.
+        killed: Ranks that end without a word; their exit codes stand in for what they return.
 
     """
     port = _free_port()
@@ -59,14 +61,16 @@ def run(
             processes.append(_CONTEXT.Process(target=_main, args=target, daemon=True))
             processes[-1].start()
         try:
-            return _collect(processes, results, time.monotonic() + timeout, folder)
+            return _collect(processes, results, time.monotonic() + timeout, folder, killed)
         finally:
             for process in processes:
                 process.kill()
                 process.join()
 
 
-def _collect(processes: list[Any], results: Any, deadline: float, folder: str) -> list[Any]:
+def _collect(
+    processes: list[Any], results: Any, deadline: float, folder: str, killed: tuple[int, ...] = ()
+) -> list[Any]:
     done: dict[int, Any] = {}
     errors: dict[int, str] = {}
     while len(done) < len(processes) and not errors:
@@ -79,6 +83,8 @@ def _collect(processes: list[Any], results: Any, deadline: float, folder: str) -
         except queue.Empty:
             pass
         dead = [r for r, p in enumerate(processes) if p.exitcode not in (None, 0) and r not in done]
+        done |= {r: processes[r].exitcode for r in dead if r in killed}
+        dead = [r for r in dead if r not in killed]
         if dead and results.empty():
             errors.update({r: f"process ended with exit code {processes[r].exitcode}" for r in dead})
         if time.monotonic() > deadline:

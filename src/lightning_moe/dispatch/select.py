@@ -161,14 +161,24 @@ def _check_gpus(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 def _check_peer_access(group: dist.ProcessGroup, device: torch.device) -> None:
-    hosts: list[tuple[str, int]] = [("", 0)] * group.size()
-    dist.all_gather_object(hosts, (socket.gethostname(), device.index), group)
-    if len({host for host, _ in hosts}) > 1:
+    places = locate(group, device)
+    if len({host for host, _ in places}) > 1:
         raise Unfit("the group spans several hosts")
-    peers = [index for _, index in hosts if index != device.index]
-    readable = all(torch.cuda.can_device_access_peer(device, peer) for peer in peers)
-    if not _all_agree(readable, group, device):
+    if not _all_agree(reads_peers(places, device), group, device):
         raise Unfit("the GPUs cannot read each other's memory")
+
+
+def locate(group: dist.ProcessGroup, device: torch.device) -> list[tuple[str, int]]:
+    """Host and index of each rank's device, by rank of the group; collective."""
+    places: list[tuple[str, int]] = [("", 0)] * group.size()
+    dist.all_gather_object(places, (socket.gethostname(), device.index or 0), group)
+    return places
+
+
+def reads_peers(places: list[tuple[str, int]], device: torch.device) -> bool:
+    """Whether this rank's GPU can read the memory of all others at these places of its host."""
+    peers = [index for _, index in places if index != device.index]
+    return all(torch.cuda.can_device_access_peer(device, peer) for peer in peers)
 
 
 def _check_works(

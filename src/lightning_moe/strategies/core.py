@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_moe.checkpoint.background import Saves
 from lightning_moe.checkpoint.from_huggingface import load_due
+from lightning_moe.checkpoint.ranks import on_all_ranks
 from lightning_moe.dispatch.select import DispatcherName, check_dispatcher_name, select_dispatcher
 from lightning_moe.models import Block
 from lightning_moe.models.rotary import keep_rotary_in_float32
@@ -26,6 +27,8 @@ from lightning_moe.parallel.mesh import MoEMesh, check_expert_parallel_size, res
 from lightning_moe.parallel.recompute import count_parts, refuse_recompute
 from lightning_moe.parallel.units import decoder_layers, sharded_modules
 from lightning_moe.recompute import RecomputePolicy
+from lightning_moe.strategies.agreement import agree, arguments, parameters, versions
+from lightning_moe.strategies.environment import warn_about_environment
 from lightning_moe.strategies.report import Report
 
 PARAM_DTYPES: dict[str, torch.dtype | None] = {
@@ -146,6 +149,11 @@ class ExpertParallel:
                 f" Choose one of {', '.join(map(repr, PARAM_DTYPES))}."
             )
 
+    def _agree_on_arguments(self, precision: str) -> None:
+        """Raise a ``ValueError`` on every rank if ranks have different arguments or packages; collective over all ranks."""
+        resolved = self._arguments | {"recompute": self._settings.recompute}
+        agree(arguments(resolved, precision), versions())
+
     def _open_mesh(self, device_type: str, world_size: int, ranks_per_host: int, blocks: list[Block]) -> MoEMesh:
         """The mesh, built on first use: with ``"auto"`` its shape is known only once the model is."""
         counts = [block.layer.experts.num_experts for block in blocks]
@@ -165,7 +173,10 @@ class ExpertParallel:
         world_size: int,
         ranks_per_host: int,
     ) -> bool:
-        """Make a model expert-parallel, in place. What can be refused is refused before ranks exchange anything.
+        """Make a model expert-parallel, in place.
+
+        What can be refused is refused before anything is changed, on all ranks: digests of the model are all that is exchanged
+        until then.
 
         Returns:
             Whether there was anything to do: a model that was set up before under the same settings stays as it is.
@@ -179,10 +190,12 @@ class ExpertParallel:
                 )
             self._moe_mesh, self.report = done.mesh, done.report
             return False
-        self._check_precision(precision)
-        blocks = find_blocks(module)
-        refuse_mixed_dtypes(roots)
-        refuse_recompute(roots, self._settings.recompute)
+        agree(parameters(module))
+        with on_all_ranks():
+            self._check_precision(precision)
+            blocks = find_blocks(module)
+            refuse_mixed_dtypes(roots)
+            refuse_recompute(roots, self._settings.recompute)
         mesh = self._open_mesh(device.type, world_size, ranks_per_host, blocks)
         timeout: timedelta | None = self._arguments["timeout"]
         dtype = PARAM_DTYPES[precision] or blocks[0].layer.experts.gate_up_proj.dtype
@@ -201,6 +214,7 @@ class ExpertParallel:
         load_due(module)
         num_units, recomputed = sum(len(decoder_layers(root)) for root in roots), count_parts(roots, how.recompute)
         self.report = Report.of(blocks, how, num_units, recomputed, precision)
+        warn_about_environment(mesh.expert_parallel_group, device)
         _refuse_save_pretrained(module)
         _DONE[module] = _Done(self._settings, precision, mesh, self.report)
         return True

@@ -22,6 +22,7 @@ from lightning_moe._compat import (
     LightningModule,
     rank_zero_info,
 )
+from lightning_moe.buffers import release_buffers
 from lightning_moe.checkpoint.load import load_checkpoint, load_weights
 from lightning_moe.checkpoint.save import save_file, state_dicts
 from lightning_moe.parallel.gradients import clip_grad_norm_
@@ -33,6 +34,7 @@ from lightning_moe.strategies.core import (
     refuse_optimizers,
     remap_optimizers,
 )
+from lightning_moe.strategies.failure import explain_uncaught
 
 
 class ChunkedEPStrategy(ExpertParallel, FabricModelParallelStrategy):
@@ -59,6 +61,8 @@ class ChunkedEPStrategy(ExpertParallel, FabricModelParallelStrategy):
     def setup_environment(self) -> None:
         FabricStrategy.setup_environment(self)
         self._setup_distributed()
+        explain_uncaught()
+        self._agree_on_arguments(self.precision.precision)
         if self._settings.expert_parallel_size != "auto":
             self._device_mesh = self._open_mesh(self.root_device.type, self.world_size, self.num_processes, []).mesh
 
@@ -121,6 +125,12 @@ class ChunkedEPStrategy(ExpertParallel, FabricModelParallelStrategy):
             self._saves.folder(path, sharded, rest)
         else:
             self._saves.file(sharded | rest, partial(save_file, path))
+
+    @override
+    def teardown(self) -> None:
+        """Give back what is held between calls. Fabric does not call this: call it on every rank, when training is over."""
+        release_buffers()
+        super().teardown()
 
     @override
     def load_checkpoint(

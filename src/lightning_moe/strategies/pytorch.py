@@ -23,11 +23,14 @@ from lightning_moe._compat import (
     optimizers_to_device,
     rank_zero_info,
 )
+from lightning_moe.buffers import release_buffers
 from lightning_moe.checkpoint.load import load_checkpoint
 from lightning_moe.checkpoint.save import make_way
 from lightning_moe.parallel.gradients import clip_grad_norm_
 from lightning_moe.parallel.units import roots_below
 from lightning_moe.strategies.core import ExpertParallel, drop_stale_parameters, is_parallelized, no_gradient_sync
+from lightning_moe.strategies.failure import explain
+from lightning_moe.strategies.signals import Signals
 
 
 class ChunkedEPStrategy(ExpertParallel, PytorchModelParallelStrategy):
@@ -35,6 +38,7 @@ class ChunkedEPStrategy(ExpertParallel, PytorchModelParallelStrategy):
 
     @override
     def _init_framework(self, **options: Any) -> None:
+        self._failed = False
         PytorchModelParallelStrategy.__init__(self, **options)
 
     @property
@@ -53,6 +57,8 @@ class ChunkedEPStrategy(ExpertParallel, PytorchModelParallelStrategy):
     def setup_environment(self) -> None:
         PytorchStrategy.setup_environment(self)
         self._setup_distributed()
+        self._failed = False
+        self._agree_on_arguments(self.precision_plugin.precision)
         if self._settings.expert_parallel_size != "auto":
             self._open_mesh(self.root_device.type, self.world_size, self.num_processes, [])
             self._publish_mesh()
@@ -62,6 +68,7 @@ class ChunkedEPStrategy(ExpertParallel, PytorchModelParallelStrategy):
         assert self.accelerator is not None
         assert self.model is not None
         _refuse(trainer)
+        Signals.attach(trainer)
         self.accelerator.setup(trainer)
         if not is_parallelized(self.model):
             self.model = self.precision_plugin.convert_module(self.model)
@@ -142,9 +149,16 @@ class ChunkedEPStrategy(ExpertParallel, PytorchModelParallelStrategy):
         )
 
     @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._failed = True
+        explain(exception)
+
+    @override
     def teardown(self) -> None:
         try:
             self.wait_for_save()
+            if not self._failed:  # else other ranks may be elsewhere, and would not take part
+                release_buffers()
         finally:
             super().teardown()
 
