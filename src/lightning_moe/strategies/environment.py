@@ -59,7 +59,7 @@ def check_placement(places: list[tuple[str, int]], device: torch.device) -> Iter
     hosts = sorted({host for host, _ in places})
     if len(hosts) > 1:
         yield (
-            f"An expert-parallel group of {len(places)} ranks spans the hosts {', '.join(hosts)}: every layer's tokens cross the"
+            f"An expert-parallel group of {len(places)} ranks spans the hosts {', '.join(hosts)}: each layer's tokens cross the"
             " network. `expert_parallel_size='auto'` keeps groups on one host."
         )
     elif device.type == "cuda" and not reads_peers(places, device):
