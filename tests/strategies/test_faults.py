@@ -39,8 +39,8 @@ def count_releases():
 # --- a rank is killed, in Fabric
 
 
-def train(fabric, folder, resume=False, kill_at=None):
-    """Train to the last step, with a checkpoint every two."""
+def train(fabric, folder, resume=False, killed=None):
+    """Train to the last step, with a checkpoint every two; one rank may be killed in the fourth."""
     model = qwen3_moe(torch.float32)
     model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), LEARNING_RATE))
     state = {"model": model, "optimizer": optimizer, "step": 0}
@@ -50,7 +50,7 @@ def train(fabric, folder, resume=False, kill_at=None):
         if step < state["step"]:
             continue
         loss = model(input_ids=ids, labels=ids).loss
-        if step == kill_at and fabric.global_rank == 1:
+        if step == 3 and fabric.global_rank == killed:
             os.kill(os.getpid(), signal.SIGKILL)
         fabric.backward(loss)
         fabric.clip_gradients(model, optimizer, max_norm=0.3)
@@ -68,10 +68,10 @@ def launched():
     return fabric
 
 
-def killed_in_backward(folder):
+def killed_in_a_step(folder, rank):
     fabric = launched()
     try:
-        train(fabric, folder, kill_at=3)
+        train(fabric, folder, killed=rank)
     except RuntimeError as error:
         sys.excepthook(type(error), error, error.__traceback__)  # what Python does where nobody catches
         return traceback.format_exc()
@@ -83,7 +83,10 @@ def resumed_and_uninterrupted(folder):
 
 
 def test_a_killed_rank(tmp_path):
-    message, exit_code = run(killed_in_backward, 2, str(tmp_path), init=False, killed=(1,), timeout=90)
+    exit_code, message = run(killed_in_a_step, 2, str(tmp_path), 0, init=False, killed=(0,), timeout=90)
+    assert exit_code == -signal.SIGKILL
+    assert "Rank 0 has ended" in message, "it kept what ranks tell each other"
+    message, exit_code = run(killed_in_a_step, 2, str(tmp_path), 1, init=False, killed=(1,), timeout=90)
     assert exit_code == -signal.SIGKILL
     assert "Nothing was heard of rank 1: killed from outside" in message
     for resumed, uninterrupted in run(resumed_and_uninterrupted, 2, str(tmp_path), init=False):
