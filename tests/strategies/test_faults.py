@@ -7,6 +7,7 @@ import signal
 import sys
 import traceback
 
+import pytest
 import torch
 from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -16,6 +17,7 @@ from helpers.models import full, qwen3_moe
 from helpers.processes import run
 from helpers.training import LEARNING_RATE, Task, loader, my_share, trainer
 from lightning_moe import ChunkedEPStrategy
+from lightning_moe.buffers import held_bytes
 from lightning_moe.strategies import pytorch
 
 STEPS = 6
@@ -140,6 +142,11 @@ class Signalled(Task):
             os.kill(os.getpid(), signum)
         return loss
 
+    def validation_step(self, ids):
+        super().validation_step(ids)
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise AssertionError("an evaluation ends at once")
+
 
 def under_slurm(folder):
     rank = os.environ["RANK"]
@@ -176,6 +183,10 @@ def under_slurm(folder):
     requeued = fit()  # Lightning finds what it saved for this
     resumed = fit(root=f"{folder}/elsewhere", ckpt_path=f"{folder}/saved/step=4.ckpt")
     uninterrupted = fit(root=f"{folder}/elsewhere")
+    with pytest.raises(SystemExit):
+        trainer(ChunkedEPStrategy(), 2, default_root_dir=f"{folder}/elsewhere").validate(
+            Signalled(), loader(my_share(1, int(rank), 2))
+        )
     equal = [same(run[3], uninterrupted[3]) for run in (interrupted, requeued, resumed)]
     return interrupted[:3], requeued[:3], resumed[:3], uninterrupted[:3], equal
 
@@ -192,3 +203,27 @@ def test_slurm_requeues_and_ends_a_job(tmp_path):
     assert (tmp_path / "requeued").read_text() == "requeue 12345\n"
     assert (tmp_path / "hpc_ckpt_1.ckpt").is_dir()
     assert [path.name for path in (tmp_path / "saved").iterdir()] == ["step=4.ckpt"]
+
+
+# --- buffers between GPUs
+
+
+class Watching(Task):
+    def on_train_batch_end(self, *_):
+        self.held = held_bytes().get("communication", 0)
+
+
+def held_and_given_back():
+    found = []
+    for _ in range(2):  # what was given back is taken anew
+        runner = trainer(ChunkedEPStrategy(), 2, accelerator="cuda", precision="bf16-true")
+        task = Watching()
+        runner.fit(task, loader(my_share(1, runner.global_rank, 2, STEPS)))
+        found.append((task.held > 0, held_bytes().get("communication", 0), len(task.losses)))
+    return found
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_buffers_are_given_back_at_the_end_of_a_fit():
+    for found in run(held_and_given_back, 2, device="cuda", init=False):
+        assert found == [(True, 0, STEPS)] * 2

@@ -22,7 +22,6 @@ from lightning_moe._compat import (
     LightningModule,
     rank_zero_info,
 )
-from lightning_moe.buffers import release_buffers
 from lightning_moe.checkpoint.load import load_checkpoint, load_weights
 from lightning_moe.checkpoint.save import save_file, state_dicts
 from lightning_moe.parallel.gradients import clip_grad_norm_
@@ -125,12 +124,6 @@ class ChunkedEPStrategy(ExpertParallel, FabricModelParallelStrategy):
             self._saves.folder(path, sharded, rest)
         else:
             self._saves.file(sharded | rest, partial(save_file, path))
-
-    @override
-    def teardown(self) -> None:
-        """Give back what is held between calls. Fabric does not call this: call it on every rank, when training is over."""
-        release_buffers()
-        super().teardown()
 
     @override
     def load_checkpoint(

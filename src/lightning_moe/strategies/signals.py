@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_moe._compat import CheckpointCallback, SIGTERMException, Trainer, TrainerFn
+from lightning_moe._compat import Callback, CheckpointCallback, SIGTERMException, Trainer, TrainerFn
 
 
 class Signals:
@@ -36,7 +36,7 @@ class Signals:
         trainer._signal_connector._slurm_sigusr_handler_fn = signals.note_requeue  # type: ignore[method-assign]
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = signals.act  # type: ignore[method-assign]
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, CheckpointCallback) and not isinstance(callback.on_exception, partial):
+            if _saves_on_exception(callback) and not isinstance(callback.on_exception, partial):
                 callback.on_exception = partial(_save_together, callback.on_exception)  # type: ignore[method-assign]
 
     def note_stop(self, signum: int, _: Any) -> None:
@@ -70,9 +70,15 @@ class Signals:
             raise SIGTERMException
 
 
+def _saves_on_exception(callback: Callback) -> bool:
+    is_able = isinstance(callback, CheckpointCallback) and type(callback).on_exception is not Callback.on_exception
+    return is_able and getattr(callback, "save_on_exception", True)  # `ModelCheckpoint` has the switch
+
+
 def _save_together(on_exception: Any, trainer: Trainer, module: Any, exception: BaseException) -> None:
     """Let a callback save after an exception that every rank has, and only then: to save is collective."""
-    if isinstance(exception, SIGTERMException) and trainer.state.fn == TrainerFn.FITTING:
+    is_shared = isinstance(exception, SIGTERMException) and trainer.state.fn == TrainerFn.FITTING
+    if is_shared or trainer.world_size == 1:
         on_exception(trainer, module, exception)
     else:
         callback = type(on_exception.__self__).__name__
