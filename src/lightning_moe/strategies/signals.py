@@ -37,7 +37,7 @@ class Signals:
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = signals.act  # type: ignore[method-assign]
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if _saves_on_exception(callback) and not isinstance(callback.on_exception, partial):
-                callback.on_exception = partial(_save_together, callback.on_exception)  # type: ignore[method-assign]
+                callback.on_exception = partial(_save_together, callback.on_exception)
 
     def note_stop(self, signum: int, _: Any) -> None:
         """Handle SIGTERM."""
