@@ -39,9 +39,8 @@ def freeze(experts: bool, model: nn.Module) -> None:
 
 
 def compile_dense_parts(model: nn.Module) -> None:
-    for layer in model.model.layers:
-        layer.self_attn.compile(backend="aot_eager")
-        layer.post_attention_layernorm.compile(backend="aot_eager")
+    model.model.layers[0].self_attn.compile(backend="aot_eager")
+    model.model.layers[1].post_attention_layernorm.compile(backend="aot_eager")
 
 
 def one_optimizer(model: nn.Module) -> tuple[list[Any], list[Any]]:
@@ -183,6 +182,16 @@ def limits_and_loggers(folder, rank):
     return counts
 
 
+@pytest.fixture
+def _one_thread():
+    """Several threads in a model this small wait for each other most of the time."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("_one_thread")
 def test_features_of_the_trainer_equal_plain_torch(tmp_path):
     results = run(fit_cases, 2, str(tmp_path), init=False, timeout=250)
     for name, case in CASES.items():
