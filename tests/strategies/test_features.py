@@ -182,16 +182,6 @@ def limits_and_loggers(folder, rank):
     return counts
 
 
-@pytest.fixture
-def _one_thread():
-    """Several threads in a model this small wait for each other most of the time."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.mark.usefixtures("_one_thread")
 def test_features_of_the_trainer_equal_plain_torch(tmp_path):
     results = run(fit_cases, 2, str(tmp_path), init=False, timeout=250)
     for name, case in CASES.items():
