@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from datetime import timedelta
@@ -178,3 +179,19 @@ def tell_by_collective() -> list:
 def test_a_collective_tells_the_same():
     expected = [[10 * r + i for i in range(6)] for r in range(3)]
     assert run(tell_by_collective, 3) == [expected] * 3
+
+
+def test_where_there_is_no_room_no_file_is_made(monkeypatch, tmp_path):
+    """Not even one that grows as it is written to, which would end the process then."""
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    made = []
+    make = mailbox.tempfile.mkstemp
+    monkeypatch.setattr(mailbox.tempfile, "mkstemp", lambda dir: made.append(make(dir=tmp_path)) or made[-1])
+    path = mailbox._make(100_000)
+    assert os.stat(path).st_blocks * 512 >= 100_000
+    monkeypatch.setattr(mailbox.os, "posix_fallocate", full)
+    assert mailbox._make(100_000) is None
+    assert [Path(name).exists() for _, name in made] == [True, False]

@@ -13,6 +13,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from math import prod
 from pathlib import Path
@@ -156,10 +157,15 @@ def _make(num_bytes: int) -> str | None:
     """A file of zeros in memory, if the machine has such a place, else on its disk."""
     try:
         handle, path = tempfile.mkstemp(dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
-        with os.fdopen(handle, "wb") as file:
-            file.truncate(num_bytes)
     except OSError:
         return None
+    try:
+        os.posix_fallocate(handle, 0, num_bytes)  # of a file with holes, the first write that finds no room would kill
+    except OSError:
+        os.unlink(path)
+        return None
+    finally:
+        os.close(handle)
     return path
 
 
@@ -168,3 +174,6 @@ def _register(owner: Mailbox, words: Tensor) -> None:
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     if int(runtime.cudaHostRegister(words.data_ptr(), words.nbytes, 0)) == 0:
         weakref.finalize(owner, lambda: runtime.cudaHostUnregister(words.data_ptr()))
+    else:
+        with suppress(RuntimeError):  # CUDA would blame the next kernel for it
+            torch.zeros(1, device="cuda")
