@@ -6,18 +6,15 @@ import json
 import subprocess
 import sys
 
-import pytest
-
 POLICIES = ["torch checkpoint", "none", "selective", "full", "norm,shared_experts", "routed=dispatch"]
-COMMAND = [sys.executable, "-m", "lightning_moe.bench", "memory", "--device", "cpu", "--repeats", "2"]
+COMMAND = [sys.executable, "-m", "lightning_moe.bench", "memory", "--device", "cpu", "--repeats", "1", "--layers", "2"]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_it_measures_every_policy_beside_the_formula(tmp_path, num_ranks):
-    options = ["--policies", *POLICIES, "--ep", str(num_ranks), "--out", str(tmp_path)]
+def test_it_measures_every_policy_beside_the_formula(tmp_path):
+    options = ["--policies", *POLICIES, "--ep", "2", "--out", str(tmp_path)]
     done = subprocess.run([*COMMAND, *options], capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
-    result = json.loads((tmp_path / f"memory-ep{num_ranks}.json").read_text())
+    result = json.loads((tmp_path / "memory-ep2.json").read_text())
     rows = {row["policy"]: row for row in result["rows"]}
     assert list(rows) == POLICIES
     kept = {policy: row["kept_bytes"] for policy, row in rows.items()}
@@ -32,12 +29,3 @@ def test_it_measures_every_policy_beside_the_formula(tmp_path, num_ranks):
         assert row["formula_bytes"] <= row["kept_bytes"] <= row["formula_bytes"] + 4 * (2 * hidden + 60)
         assert row["ms"] > 0
     assert done.stdout.count(" B ") == 2 * len(POLICIES)
-
-
-def test_an_unknown_policy_is_named_before_anything_starts():
-    done = subprocess.run(
-        [*COMMAND, "--policies", "everything"], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode != 0
-    assert "'everything'" in done.stderr
-    assert "'selective'" in done.stderr

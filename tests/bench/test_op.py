@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from lightning_moe.bench.__main__ import main
+
 
 def test_it_measures_every_case_beside_the_floor(tmp_path):
     command = [
@@ -57,19 +59,21 @@ def test_it_measures_every_case_beside_the_floor(tmp_path):
     assert done.stdout.count("all_to_all") >= 6
 
 
-def test_a_trace_needs_a_folder():
-    command = [sys.executable, "-m", "lightning_moe.bench", "op", "--device", "cpu", "--trace"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode != 0
-    assert "`--trace` needs a folder" in done.stderr
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
-    [(["--ep", "3"], "shared out"), (["--chunks", "0"], "at least 1"), (["--repeats", "0"], "at least 1")],
+    [
+        (["op", "--trace"], "`--trace` needs a folder"),
+        (["op", "--ep", "3"], "shared out"),
+        (["op", "--chunks", "0"], "at least 1"),
+        (["op", "--repeats", "0"], "at least 1"),
+        (["memory", "--policies", "everything"], "'selective'.*'everything'"),
+        (["step", "--tokens", "50"], "--sequence"),
+        (["step", "--steps", "3"], "--warmup"),
+        (["step", "--recompute", "x"], "'x'"),
+    ],
 )
-def test_numbers_that_cannot_be_are_refused(options, said):
-    command = [sys.executable, "-m", "lightning_moe.bench", "op", "--device", "cpu", *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode != 0
-    assert said in done.stderr
+def test_what_cannot_be_is_refused_before_anything_starts(options, said, monkeypatch):
+    command, *rest = options
+    monkeypatch.setattr(sys, "argv", ["bench", command, "--device", "cpu", *rest])
+    with pytest.raises((SystemExit, ValueError), match=said):
+        main()

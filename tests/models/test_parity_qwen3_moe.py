@@ -83,11 +83,14 @@ def check(layout, dtype: torch.dtype, cases: list, device: str = "cpu", **overri
         assert max(errors.values()) <= TOLERANCE[dtype], (case, errors)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"ep{layout[0]}-edp{layout[1]}")
-def test_gradients_equal_plain_transformers(layout, dtype):
+def test_gradients_equal_plain_transformers(layout):
     """Every number of chunks in every mode; 21 tokens a rank divide by 1 and 3, not by 2 and 5."""
-    check(layout, dtype, [(num_chunks, mode) for num_chunks in CHUNKS for mode in MODES])
+    check(layout, torch.float64, [(num_chunks, mode) for num_chunks in CHUNKS for mode in MODES])
+
+
+def test_gradients_in_float32_equal_plain_transformers():
+    check((2, 2), torch.float32, [(num_chunks, mode) for num_chunks in CHUNKS for mode in MODES])
 
 
 def test_router_logits_and_auxiliary_loss_are_hugging_faces():

@@ -170,7 +170,7 @@ def test_what_a_model_cannot_do_is_refused_before_it_is_sharded():
     assert "names 'shared_experts', but no decoder layer has" in missing
 
 
-def test_the_command_line_takes_a_preset_a_list_or_a_policy(tmp_path):
+def test_the_command_line_takes_a_list_or_a_policy(tmp_path):
     script = tmp_path / "cli.py"
     script.write_text(
         textwrap.dedent("""
@@ -183,7 +183,6 @@ def test_the_command_line_takes_a_preset_a_list_or_a_policy(tmp_path):
     base = [sys.executable, str(script), "--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.logger=false"]
     base.append("--trainer.strategy=lightning_moe.ChunkedEPStrategy")
     given = {
-        "selective": RecomputePolicy.of("selective"),
         '["norm", "moe_act"]': RecomputePolicy(norm=True, routed="act"),
         '{"class_path": "lightning_moe.RecomputePolicy", "init_args": {"attention": true, "routed": "dispatch"}}': (
             RecomputePolicy(attention=True, routed="dispatch")
