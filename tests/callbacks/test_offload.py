@@ -172,7 +172,9 @@ def test_a_run_that_fails_leaves_nothing_and_trains_again():
         task = Task(Decoder(layers=2, dropout=0.0), fail_at=2, fail_in=fail_in)
         hooks = hooks_of(task.model.embedding), hooks_of(task.model.layers[0])
         pools = []
-        task.on_train_start = lambda p=pools: p.append(weakref.ref(callbacks[0].offloader._traffic._lanes.pool))
+        task.on_train_start = lambda p=pools: p.append(
+            weakref.ref(callbacks[0].offloader._attached[0].traffic._lanes.pool)
+        )
         with pytest.raises(ZeroDivisionError):
             fit(callbacks, task=task)
         assert callbacks[0].offloader.moved_bytes > 0
@@ -223,6 +225,49 @@ def test_fabric_calls_attach_and_name_the_hooks():
         return [p.detach() for p in model.parameters()]
 
     assert all(torch.equal(a, e) for a, e in zip(train(True), train(False), strict=True))
+
+
+def test_fabric_sets_up_a_second_model_and_one_with_nothing_to_offload():
+    activations, away = ActivationOffload("layers.*", min_bytes=1), ModelOffload()
+    fabric = Fabric(accelerator="cpu", devices=1, callbacks=[activations, away])
+    models, optimizers = [], []
+    for model in (Decoder(layers=2), Decoder(layers=1), nn.Linear(4, 4)):
+        plain = isinstance(model, nn.Linear)
+        with pytest.warns(UserWarning, match=r"a model over: .*'layers.\*' fits none" if plain else "saves no memory"):
+            model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters()))
+        models.append(model)
+        optimizers.append(optimizer)
+    moved = [0]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        fabric.backward(model(torch.ones(2, 4) if model is models[2] else batch(0)).square().sum())
+        optimizer.step()
+        moved.append(activations.offloader.moved_bytes)
+    assert 0 == moved[0] < moved[1] < moved[2] == moved[3]
+    states = [t for o in optimizers for s in o.state.values() for t in s.values()]
+    tensors = [p for model in models for p in model.parameters()]
+    tensors += [p.grad for p in tensors] + states
+    away.offload()
+    assert {t.untyped_storage().nbytes() for t in tensors} == {0}
+    away.reload()
+    assert all(t.untyped_storage().nbytes() for t in tensors)
+    fabric.call("on_train_end")
+    assert not models[0].layers[0]._forward_pre_hooks
+    fabric.setup(nn.Tanh())  # no parameters: nothing is away, and nothing refused
+    away.offload()
+    assert nn.Tanh()(torch.zeros(1)) == 0
+
+
+def test_a_device_that_fails_does_not_keep_an_exception_from_others(monkeypatch):
+    callbacks = offloading()
+
+    def fail(*_):
+        raise torch.AcceleratorError("the device failed")
+
+    monkeypatch.setattr(activations._Traffic, "close", fail)
+    monkeypatch.setattr(ModelOffload, "detach", fail)
+    with pytest.raises(ZeroDivisionError):
+        fit(callbacks, task=Task(Decoder(layers=2, dropout=0.0), fail_at=1))
+    assert callbacks[0].offloader._attached == []
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from helpers.decoder import Decoder
-from helpers.lanes import CountingLane, LateLane, SleepingLane
+from helpers.lanes import CountingLane, LateLane, LateTicket, SleepingLane
 from lightning_moe.offload import ActivationOffloader, activations
 from lightning_moe.offload.copies import CopyLane, HostPool
 from lightning_moe.offload.parcel import Lanes, Parcel
@@ -124,7 +124,7 @@ def test_every_copy_waits_for_the_one_before_it_on_the_same_host_memory():
     lanes = Lanes(Lane("out"), Lane("back"), HostPool(pinned=False))
     last = None
     for _ in range(3):
-        parcel = Parcel(torch.ones(3), lanes, None)
+        parcel = Parcel(torch.ones(3), lanes, 0)
         parcel.let_go()
         parcel.load()
         assert waited_for["out"].pop() is last
@@ -199,6 +199,74 @@ def test_memory_goes_in_forward_and_comes_one_layer_ahead(counting):
     assert sorted(back.sizes) == sorted(out.sizes)
     biggest = max(out.sizes)
     assert layer_bytes - biggest < back.most <= layer_bytes + 2 * biggest  # one layer ahead, beside what is read
+
+
+def reloaded_before_the_first_layer(counting, drops: bool) -> tuple[int, int]:
+    """Bytes that have come back, or are on their way, when backward reaches the first layer; and in the end."""
+    model, back = Stack([64] * 4), []
+    statistic = nn.Linear(HIDDEN, HIDDEN)
+
+    def record(_):
+        back.append(sum(counting[1].sizes))
+
+    counting.clear()
+    with ActivationOffloader(min_bytes=0, prefetch=1).attached(model):
+        for layer in model.layers if drops else ():
+            layer.up.register_forward_pre_hook(lambda _m, args: statistic(args[0]).exp().sum() and None)
+        x = model.layers[0](torch.randn(32, HIDDEN, requires_grad=True))
+        x.register_hook(record)
+        for layer in model.layers[1:]:
+            x = layer(x)
+        x.sum().backward()
+        record(None)
+        assert len(counting[0].sizes) > (8 if drops else 4) * 3
+    return back[0], back[1]
+
+
+def test_what_a_dropped_branch_saved_does_not_end_prefetching(counting):
+    expected = reloaded_before_the_first_layer(counting, drops=False)
+    assert expected[0] == expected[1] > 0
+    assert reloaded_before_the_first_layer(counting, drops=True) == expected
+
+
+def test_what_is_dropped_is_forgotten():
+    model, x = Stack([8, 8]), torch.randn(4, HIDDEN, requires_grad=True)
+    offloader = ActivationOffloader(min_bytes=0)
+    with offloader.attached(model):
+        kept = model(x).sum()
+        alive = len(offloader._attached[0].traffic._sent)
+        for _ in range(20):
+            model(x)
+        assert alive < len(offloader._attached[0].traffic._sent) < 6 * alive
+        kept.backward()
+
+
+def test_what_has_left_by_the_end_of_a_call_is_free(monkeypatch):
+    asked = []
+
+    class Ticket:
+        def wait(self):
+            pass
+
+        finish = wait
+
+        def done(self):
+            asked.append(self)
+            return len(asked) > 1
+
+    class Lane(CopyLane):
+        def copy(self, target, source, after=None):
+            super().copy(target, source, after)
+            return Ticket()
+
+    monkeypatch.setattr(activations, "CopyLane", Lane)
+    model, made = nn.Sequential(nn.Tanh(), nn.Linear(4, 4)), []
+    model[0].register_forward_hook(lambda _m, _a, out: made.append(StorageWeakRef(out.untyped_storage())))
+    with ActivationOffloader("0", min_bytes=0).attached(model):
+        loss = model[0](torch.randn(3, 4, requires_grad=True)).sum()
+        assert len(asked) == 2
+        assert made[0].expired()
+        loss.backward()
 
 
 # --- recompute
@@ -296,6 +364,48 @@ def test_a_change_in_place_is_an_error_as_in_plain_torch():
                 loss.backward()
 
 
+def test_an_output_that_is_read_before_it_came_back_is_named_too():
+    checkpoint, norm, mlp = DiscardOutputCheckpoint(), nn.LayerNorm(8), nn.Linear(8, 8)
+    with ActivationOffloader([""], min_bytes=0).attached(mlp):
+        out = mlp(checkpoint.checkpoint(norm, torch.randn(5, 8, requires_grad=True)).view(-1, 8))
+        checkpoint.discard_output()
+        with pytest.raises(RuntimeError, match="or is an output that `discard_output\\(\\)` has freed"):
+            out.sum().backward()
+
+
+def test_nothing_is_left_after_an_interrupt():
+    model, x = Stack([8, 8, 8]), torch.randn(4, HIDDEN, requires_grad=True)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    boom = model.layers[1].down.register_forward_hook(interrupt)
+    first, second = ActivationOffloader(min_bytes=0), ActivationOffloader(min_bytes=0)
+    with pytest.raises(KeyboardInterrupt), first.attached(model):
+        model(x)
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+    boom.remove()
+    moved = first.moved_bytes
+    with second.attached(model):
+        model(x).sum().backward()
+    assert second.moved_bytes > moved == first.moved_bytes > 0
+
+
+def test_an_error_of_the_device_leaves_no_hook(monkeypatch):
+    monkeypatch.setattr(activations, "CopyLane", LateLane)
+    monkeypatch.setattr(LateTicket, "done", lambda _: False)
+    models, offloader = [Stack([8]), Stack([8])], ActivationOffloader(min_bytes=0)
+    graphs = []
+    for model in models:
+        offloader.attach(model)
+        graphs.append(model(torch.randn(4, HIDDEN, requires_grad=True)))
+    monkeypatch.setattr(LateTicket, "finish", _fail)
+    with pytest.raises(ZeroDivisionError):
+        offloader.detach()
+    assert all(not layer._forward_pre_hooks for model in models for layer in model.layers)
+    offloader.detach()
+
+
 def test_nothing_is_left_after_an_error(monkeypatch):
     pools = []
     monkeypatch.setattr(activations, "HostPool", lambda pinned: pools.append(HostPool(pinned)) or pools[-1])
@@ -354,7 +464,19 @@ def test_models_that_cannot_be_attached():
         ActivationOffloader().attach(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="still on the meta device, so there is no device to offload from"):
         ActivationOffloader().attach(Stack([8]).to("meta"))
-    offloader = ActivationOffloader("layers.0")
-    offloader.attach(Stack([8]))
-    with pytest.raises(RuntimeError, match="Another model is attached"):
-        offloader.attach(Stack([8]))
+
+
+def test_several_models_each_come_and_go(counting):
+    actor, critic = Stack([8]), Stack([8, 8])
+    offloader, x = ActivationOffloader(min_bytes=0), torch.randn(4, HIDDEN, requires_grad=True)
+    with offloader.attached(actor):
+        offloader.attach(actor)
+        with offloader.attached(critic):
+            for model in (actor, critic):
+                model(x).sum().backward()
+        of_actor, of_critic = (sum(lane.sizes) for lane in counting[::2])
+        assert of_critic > of_actor > 0
+        assert not critic.layers[0]._forward_hooks
+        actor(x).sum().backward()
+        critic(x).sum().backward()
+    assert offloader.moved_bytes == 2 * of_actor + of_critic

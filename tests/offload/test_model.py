@@ -5,11 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed import FileStore, destroy_process_group, init_process_group
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_moe import buffers
 from lightning_moe.offload import ModelOffloader
 from lightning_moe.offload import model as engine
+from lightning_moe.ops.local import local_part, sharded_parameters
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
 
@@ -100,6 +104,54 @@ def test_an_error_on_the_way_brings_everything_back(monkeypatch):
         offloader.offload()
     assert len(moved) == 1
     assert not offloader.is_offloaded
+    assert torch.equal(model(torch.ones(8)), expected)
+
+
+def test_gradients_that_are_not_reduced_yet_leave_too(tmp_path):
+    init_process_group("gloo", store=FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        results = []
+        for away in (False, True):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+            mesh, mixed = init_device_mesh("cpu", (1,)), MixedPrecisionPolicy(None, torch.float64)
+            fully_shard(model[0], mesh=mesh)
+            fully_shard(model, mesh=mesh, mp_policy=mixed)  # sums what is not reduced yet beside the parameter
+            offloader = ModelOffloader(model)
+            for micro in range(3):
+                model.set_requires_gradient_sync(micro == 2)
+                model(torch.full((5, 8), 1.0 + micro)).sum().backward()
+                if away and micro < 2:
+                    known = list(sharded_parameters([model[0], model]))
+                    grads = [p.unsharded_accumulated_grad for p in known] + [p._unsharded_param.grad for p in known]
+                    grads = [local_part(g).untyped_storage() for g in grads if g is not None]
+                    assert len(grads) >= 4
+                    with offloader.offloaded():
+                        assert [grad.nbytes() for grad in grads] == [0] * len(grads)
+            results.append([local_part(p.grad) for p in model.parameters()])
+        assert all(torch.equal(a, e) for a, e in zip(*results, strict=True))
+    finally:
+        destroy_process_group()
+
+
+def test_a_reload_that_fails_loses_nothing(monkeypatch):
+    model, come_back = tied(), engine._Away.come_back
+    expected = model(torch.ones(8))
+    offloader = ModelOffloader(model)
+    offloader.offload()
+
+    def fail_at_the_weight(gone):
+        if gone.host.numel() > 100:
+            raise torch.OutOfMemoryError
+        come_back(gone)
+
+    monkeypatch.setattr(engine._Away, "come_back", fail_at_the_weight)
+    with pytest.raises(torch.OutOfMemoryError):
+        offloader.reload()
+    with pytest.raises(RuntimeError, match="Call `reload\\(\\)` first"):
+        model(torch.ones(8))
+    monkeypatch.setattr(engine._Away, "come_back", come_back)
+    offloader.reload()
     assert torch.equal(model(torch.ones(8)), expected)
 
 

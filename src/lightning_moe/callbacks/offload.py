@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from torch import nn
@@ -13,13 +14,15 @@ from lightning_moe._compat import FabricModule, LightningModule, Trainer, rank_z
 from lightning_moe.callbacks.anywhere import Anywhere
 from lightning_moe.offload import ActivationOffloader, ModelOffloader
 from lightning_moe.offload.copies import empty_host_cache
+from lightning_moe.offload.selection import NothingToOffloadError
 
 
 class ActivationOffload(Anywhere):
     """Keeps in pinned host memory what a model's layers save for backward: copied out and fetched back beside the compute.
 
     For any strategy. Gradients are the same to the bit. With the Trainer it works from the beginning of a fit to its end; with
-    Fabric, from ``fabric.setup(model, ...)`` on; after ``fabric.setup_module(model)``, call :meth:`attach`.
+    Fabric, from ``fabric.setup(model, ...)`` on, for every model that is set up and has such layers; after
+    ``fabric.setup_module(model)``, call :meth:`attach`.
 
     On a CPU the same copies are made, which saves nothing.
 
@@ -32,7 +35,8 @@ class ActivationOffload(Anywhere):
         fraction: The part of the bytes that is moved: less than 1 where the link is too slow for all of them.
 
     Raises:
-        ValueError: A number is out of its range; and, as the fit begins, where a name fits no module.
+        ValueError: A number is out of its range; and, as the fit begins, where a name fits no module. With Fabric that is a
+            warning: another model may have it.
 
     Example::
 
@@ -51,7 +55,7 @@ class ActivationOffload(Anywhere):
         self.offloader = ActivationOffloader(modules, min_bytes, prefetch, fraction)
 
     def attach(self, model: nn.Module) -> None:
-        """Begin. The model may be wrapped by Fabric. The same model again changes nothing."""
+        """Begin with one more model, which may be wrapped by Fabric. The same model again changes nothing."""
         self.offloader.attach(_unwrapped(model))
         if not any(parameter.is_cuda for parameter in model.parameters()):
             rank_zero_warn(
@@ -72,7 +76,9 @@ class ActivationOffload(Anywhere):
 
     @override
     def on_exception(self, *_: Any, **__: Any) -> None:
-        self.detach()  # `teardown` is not called then
+        # `teardown` is not called then; and where the device fails or is full, the other callbacks and the strategy come first
+        with suppress(RuntimeError):
+            self.detach()
 
     @override
     def teardown(self, *_: Any, **__: Any) -> None:
@@ -80,16 +86,22 @@ class ActivationOffload(Anywhere):
 
     def on_after_setup(self, fabric: Any, module: nn.Module) -> None:
         """Is called by Fabric."""
-        self.attach(module)
+        try:
+            self.attach(module)
+        except NothingToOffloadError as error:  # a critic beside the policy that is meant, say
+            rank_zero_warn(f"`{type(self).__name__}` passes a model over: {error}")
 
 
 class ModelOffload(Anywhere):
-    """Moves the model, its gradients and the optimizers' state to the host between phases, and back.
+    """Moves models, their gradients and the optimizers' state to the host between phases, and back.
 
     At hooks of your choice, or by calling :meth:`offload` and :meth:`reload` on every process. Training goes on to the bit as
     if nothing had happened. For any strategy; see :class:`~lightning_moe.offload.ModelOffloader`.
 
-    With the Trainer it knows the model and the optimizers. With Fabric it knows the model from
+    In between nothing may use the model: where it leaves for the time of validation, as below, another engine has to do what
+    ``validation_step`` is for, since calling the model there is an error.
+
+    With the Trainer it knows the model and the optimizers. With Fabric it knows a model from
     ``fabric.setup(model, ...)`` on, and an optimizer from its first step on; :meth:`attach` tells it earlier. There the hooks
     are the names that ``fabric.call`` is given.
 
@@ -121,13 +133,18 @@ class ModelOffload(Anywhere):
             setattr(self, hook, self._on_come_back)
 
     def attach(self, model: nn.Module, optimizers: Sequence[Optimizer] = ()) -> None:
-        """Say what is to be moved. The model and optimizers may be wrapped by Fabric."""
-        self.detach()
-        # Fabric wraps both
-        self._offloader = ModelOffloader(_unwrapped(model), [getattr(o, "optimizer", o) for o in optimizers])
+        """Say what else is to be moved. Models and optimizers may be wrapped by Fabric; known ones change nothing."""
+        if self._offloader is None:
+            self._offloader = ModelOffloader(_unwrapped(model))
+        self._offloader.add_module(_unwrapped(model))
+        for optimizer in optimizers:
+            self._offloader.add_optimizer(getattr(optimizer, "optimizer", optimizer))
 
     def detach(self) -> None:
-        """Bring back what is away, and forget the model."""
+        """Bring back what is away, and forget all models.
+
+        Where that fails, they are not forgotten: the host has what is still away, and :meth:`reload` may be called again.
+        """
         if self._offloader is not None:
             self._offloader.reload()
             self._offloader = None
@@ -166,11 +183,15 @@ class ModelOffload(Anywhere):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._offloader is not None:  # a run before this one may have ended with something still away
+            self._offloader.reload()
         self.attach(pl_module, trainer.optimizers)
 
     @override
     def on_exception(self, *_: Any, **__: Any) -> None:
-        self.detach()  # `teardown` is not called then
+        # `teardown` is not called then; and where the device fails or is full, the other callbacks and the strategy come first
+        with suppress(RuntimeError):
+            self.detach()
 
     @override
     def teardown(self, *_: Any, **__: Any) -> None:
@@ -178,7 +199,8 @@ class ModelOffload(Anywhere):
 
     def on_after_setup(self, fabric: Any, module: nn.Module) -> None:
         """Is called by Fabric."""
-        self.attach(module)
+        if next(module.parameters(), None) is not None:
+            self.attach(module)
 
     def on_after_optimizer_step(self, strategy: Any, optimizer: Optimizer) -> None:
         """Is called by Fabric."""

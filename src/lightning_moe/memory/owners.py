@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_moe.buffers import held_bytes
+from lightning_moe.ops.local import sharded_parameters
 
 Referent = TypeVar("Referent")
 
@@ -68,7 +69,7 @@ class Owners:
         for module in _alive(self._modules):
             parameters += [*module._parameters.values(), *module._buffers.values()]
         unreduced = []
-        for parameter in _sharded_parameters(_alive(self._units)):
+        for parameter in sharded_parameters(_alive(self._units)):
             parameters += [parameter.sharded_param, getattr(parameter, "_unsharded_param", None)]
             unreduced.append(parameter.unsharded_accumulated_grad)
         grads = [parameter.grad for parameter in parameters if parameter is not None and parameter.is_leaf]
@@ -105,15 +106,6 @@ class Owners:
 
 def _alive(references: Iterable[weakref.ref[Referent]]) -> Iterator[Referent]:
     return (referent for reference in references if (referent := reference()) is not None)
-
-
-def _sharded_parameters(units: Iterable[FSDPModule]) -> Iterator[Any]:
-    """What FSDP2 knows of each parameter: beside the one that the module shows there may be a gathered and a sharded one."""
-    for unit in units:
-        state: Any = unit._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has one at most
-        for group in [state._fsdp_param_group] if groups is None else groups:
-            yield from [] if group is None else group.fsdp_params
 
 
 def _leaves(state: Any) -> list[Tensor]:

@@ -11,10 +11,12 @@ Nothing is learnt from one step for the next: what is saved, in which order and 
 from __future__ import annotations
 
 import weakref
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from operator import itemgetter
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -24,14 +26,14 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_moe.offload.copies import CopyLane, HostPool
 from lightning_moe.offload.parcel import Lanes, Parcel, Reader, Stays, Unmoved
-from lightning_moe.offload.selection import Target, find_targets
+from lightning_moe.offload.selection import NothingToOffloadError, Target, find_targets
 from lightning_moe.ops.local import local_part
 from lightning_moe.overlap.kept import kept_name
 from lightning_moe.recompute.discard import is_discardable
 
 
 class ActivationOffloader:
-    """Offloads what calls of a model's modules save for backward, between :meth:`attach` and :meth:`detach`.
+    """Offloads what calls of models' modules save for backward, between :meth:`attach` and :meth:`detach`.
 
     Moved are whole storages, each once, whoever saved it or views of it. What would free nothing stays: parameters, buffers,
     leaves, memory shared between processes, tensors of a subclass such as a DTensor, and outputs that a recompute policy
@@ -78,41 +80,35 @@ class ActivationOffloader:
         """Bytes that have left for the host so far, by all calls."""
         self.enabled = True
         """Where it is ``False``, calls pass as if nothing were attached, and host memory is kept for later ones."""
-        self._model: nn.Module | None = None
-        self._traffic: _Traffic | None = None
-        self._handles: list[Any] = []
+        self._attached: list[_Attached] = []
 
     def attach(self, model: nn.Module) -> None:
-        """Watch a model's modules. The same model again changes nothing.
+        """Watch a model's modules, beside those of models that are attached already. The same model again changes nothing.
 
         Args:
             model: On its device, sharded and wrapped already: hooks that gather parameters come first.
 
         Raises:
             ValueError: A name fits no module or names what is recomputed, or the model is on no device yet.
-            RuntimeError: Another model is attached.
 
         """
-        if self._model is model:
-            return
-        if self._model is not None:
-            raise RuntimeError("Another model is attached: call `detach()` first, or use a second object.")
-        targets = find_targets(model, self.modules)
-        device = _device_of(model)
-        self._traffic = _Traffic(device, self)
-        for target in targets:
-            scope = _Scope(target, self._traffic)
-            self._handles.append(target.module.register_forward_pre_hook(scope.enter))
-            self._handles.append(target.module.register_forward_hook(scope.leave, always_call=True))
-        self._model = model
+        if all(attached.model is not model for attached in self._attached):
+            self._attached.append(_Attached(model, self))
 
-    def detach(self) -> None:
-        """Leave no hook and no stream behind, and no host memory once the last graph is gone, which may still be backwarded."""
-        for handle in self._handles:
-            handle.remove()
-        if self._traffic is not None:
-            self._traffic.close()
-        self._handles, self._traffic, self._model = [], None, None
+    def detach(self, model: nn.Module | None = None) -> None:
+        """Leave no hook and no stream behind, and no host memory once the last graph is gone, which may still be backwarded.
+
+        After an interrupt in a forward too.
+
+        Args:
+            model: The one that is left alone from now on; ``None`` is all.
+
+        """
+        leaving = [attached for attached in self._attached if model is None or attached.model is model]
+        self._attached = [attached for attached in self._attached if attached not in leaving]
+        with ExitStack() as stack:  # all of them, whatever fails
+            for attached in leaving:
+                stack.callback(attached.close)
 
     @contextmanager
     def attached(self, model: nn.Module) -> Iterator[None]:
@@ -121,7 +117,27 @@ class ActivationOffloader:
         try:
             yield
         finally:
-            self.detach()
+            self.detach(model)
+
+
+class _Attached:
+    """One model, and what is hung on it."""
+
+    def __init__(self, model: nn.Module, offloader: ActivationOffloader) -> None:
+        targets = find_targets(model, offloader.modules)
+        self.model, self.traffic = model, _Traffic(_device_of(model), offloader)
+        self._scopes = [_Scope(target, self.traffic) for target in targets]
+        self._handles: list[Any] = []
+        for target, scope in zip(targets, self._scopes, strict=True):
+            self._handles.append(target.module.register_forward_pre_hook(scope.enter))
+            self._handles.append(target.module.register_forward_hook(scope.leave, always_call=True))
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        for scope in reversed(self._scopes):
+            scope.close()
+        self.traffic.close()
 
 
 class _Scope:
@@ -148,6 +164,13 @@ class _Scope:
             call, hooks = entered
             hooks.__exit__()
             self._traffic.largest_call = max(self._traffic.largest_call, call.num_bytes)
+            self._traffic.let_go()
+
+    def close(self) -> None:
+        """Leave what is still open, newest first: after a ``KeyboardInterrupt`` torch calls not even ``always_call`` hooks."""
+        while self._open:
+            if (entered := self._open.pop()) is not None:
+                entered[1].__exit__()
 
     def wants(self, tensor: Tensor) -> bool:
         return self._kept is None or kept_name(tensor) in self._kept
@@ -179,7 +202,8 @@ class _Traffic:
         self._device, self.offloader = device, offloader
         self._lanes = Lanes(CopyLane(device), CopyLane(device), HostPool(pinned=device.type == "cuda"))
         self._known: WeakValueDictionary[tuple[int, int], Parcel | Unmoved] = WeakValueDictionary()
-        self._last: weakref.ref[Parcel] | None = None
+        self._sent: list[tuple[int, weakref.ref[Parcel]]] = []  # by number; some are dead
+        self._count = 0
         self._leaving: deque[Parcel] = deque()
         self._leaving_bytes = 0
         self.largest_call = self._seen_bytes = self._moved_bytes = 0
@@ -204,10 +228,12 @@ class _Traffic:
 
     def close(self) -> None:
         """Wait until nothing leaves any more."""
-        for parcel in self._leaving:
-            parcel.out.finish()
-            parcel.let_go()
-        self._leaving.clear()
+        try:
+            for parcel in self._leaving:
+                parcel.out.finish()
+                parcel.let_go()
+        finally:
+            self._leaving.clear()
 
     def _is_movable(self, scope: _Scope, tensor: Tensor) -> bool:
         if type(tensor) is not Tensor or tensor.device != self._device or tensor.layout != torch.strided:
@@ -220,7 +246,7 @@ class _Traffic:
         return not is_discardable(tensor) and not scope.owns(storage)
 
     def _send(self, call: _Call, tensor: Tensor) -> Parcel | Unmoved:
-        self._let_go()
+        self.let_go()
         if not self._known:  # all that was saved before is gone: count anew
             self.largest_call = self._seen_bytes = self._moved_bytes = 0
         num_bytes = tensor.untyped_storage().nbytes()
@@ -230,14 +256,17 @@ class _Traffic:
         self._moved_bytes += num_bytes
         self.offloader.moved_bytes += num_bytes
         call.num_bytes += num_bytes
-        parcel = Parcel(tensor, self._lanes, None if self._last is None else self._last())
-        self._last = weakref.ref(parcel)
+        parcel = Parcel(tensor, self._lanes, self._count)
+        if len(self._sent) > 2 * len(self._known):  # which has all that live: the more are dead
+            self._sent = [(number, sent) for number, sent in self._sent if sent() is not None]
+        self._sent.append((self._count, weakref.ref(parcel)))
+        self._count += 1
         self._leaving.append(parcel)
         self._leaving_bytes += num_bytes
-        self._let_go(max(self.offloader.prefetch, 1) * max(self.largest_call, call.num_bytes))
+        self.let_go(max(self.offloader.prefetch, 1) * max(self.largest_call, call.num_bytes))
         return parcel
 
-    def _let_go(self, limit: float = float("inf")) -> None:
+    def let_go(self, limit: float = float("inf")) -> None:
         """Free the memory of what has left; where more than ``limit`` bytes are leaving, let compute wait for the oldest."""
         while self._leaving and (self._leaving[0].out.done() or self._leaving_bytes > limit):
             self._let_go_of(self._leaving.popleft())
@@ -250,21 +279,20 @@ class _Traffic:
     def _prefetch(self, parcel: Parcel) -> None:
         """Have the parcels that were made before this one come back: as many bytes as ``prefetch`` calls have."""
         room = self.offloader.prefetch * self.largest_call
-        earlier = parcel.before
-        while earlier is not None:
-            if earlier.unread > 0:
+        for index in reversed(range(bisect_left(self._sent, parcel.number, key=itemgetter(0)))):
+            earlier = self._sent[index][1]()
+            if earlier is not None and earlier.unread > 0:
                 room -= earlier.num_bytes
                 if room < 0:
                     return
                 earlier.load()
-            earlier = earlier.before
 
 
 def _device_of(model: nn.Module) -> torch.device:
     parameter = next(model.parameters(), None)
     if parameter is None or parameter.is_meta:
         what = "has no parameters" if parameter is None else "is still on the meta device"
-        raise ValueError(
+        raise (NothingToOffloadError if parameter is None else ValueError)(
             f"`{type(model).__name__}` {what}, so there is no device to offload from. Attach the model once it has been"
             " allocated: after `fabric.setup(model)`, say."
         )

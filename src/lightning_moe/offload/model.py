@@ -19,15 +19,16 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_moe.buffers import release_buffers
 from lightning_moe.offload.copies import as_bytes
-from lightning_moe.ops.local import local_part
+from lightning_moe.ops.local import local_part, sharded_parameters
 
 
 class ModelOffloader:
-    """Moves a model's parameters, gradients and optimizer state to the host, and back.
+    """Moves models' parameters, gradients and optimizer state to the host, and back.
 
-    Training after :meth:`reload` goes on to the bit as if nothing had happened. In between, the model's forward, its state dict
-    and the optimizers' steps are errors, and reading a parameter directly reads memory that is not there: take what another
-    engine needs before.
+    Training after :meth:`reload` goes on to the bit as if nothing had happened, between micro-batches too: what FSDP2 has not
+    reduced yet of the gradients moves with them. While they are away, the models' forward, their state dicts and the
+    optimizers' steps are errors, and reading a parameter directly reads memory that is not there: take what another engine
+    needs before.
 
     Args:
         module: Set up, sharded and on its device.
@@ -47,7 +48,7 @@ class ModelOffloader:
     """
 
     def __init__(self, module: nn.Module, optimizers: Iterable[Optimizer] = ()) -> None:
-        self._module, self._optimizers = module, list(optimizers)
+        self._modules, self._optimizers = [module], list(optimizers)
         self._away: list[_Away] = []
         self._guards: list[Any] = []
 
@@ -56,8 +57,13 @@ class ModelOffloader:
         """Whether the model is on the host."""
         return bool(self._guards)
 
+    def add_module(self, module: nn.Module) -> None:
+        """One more, if it is not known yet. While the others are away it stays: it leaves with them the next time."""
+        if all(module is not known for known in self._modules):
+            self._modules.append(module)
+
     def add_optimizer(self, optimizer: Optimizer) -> None:
-        """One more that holds the model's parameters, if it is not known yet."""
+        """One more that holds the models' parameters, if it is not known yet."""
         if all(optimizer is not known for known in self._optimizers):
             self._optimizers.append(optimizer)
 
@@ -73,14 +79,15 @@ class ModelOffloader:
         """
         if self.is_offloaded:
             return
-        _refuse_meta(self._module)
+        for module in self._modules:
+            _refuse_meta(module)
         release_buffers()
-        for submodule in self._module.modules():
-            if isinstance(submodule, FSDPModule):
-                submodule.reshard()
-        self._guards = _guards(self._module, self._optimizers)
+        for unit in self._units():
+            unit.reshard()
+        self._guards = _guards(self._modules, self._optimizers)
+        devices = {local_part(parameter).device for parameter in self._parameters()}
         try:
-            for storage in _storages(self._tensors()):
+            for storage in _storages(self._tensors(), devices):
                 self._away.append(_Away.of(storage))
         except BaseException:
             self.reload()
@@ -91,7 +98,10 @@ class ModelOffloader:
 
     @torch.no_grad()
     def reload(self) -> None:
-        """Bring everything back to where it was. Where nothing is away, it does nothing."""
+        """Bring everything back to where it was. Where nothing is away, it does nothing.
+
+        Where it fails, for want of memory, say, nothing is lost: what is still away comes with the next call.
+        """
         while self._away:
             self._away[-1].come_back()
             self._away.pop()
@@ -108,11 +118,21 @@ class ModelOffloader:
         finally:
             self.reload()
 
+    def _units(self) -> list[FSDPModule]:
+        return [unit for module in self._modules for unit in module.modules() if isinstance(unit, FSDPModule)]
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        return (parameter for module in self._modules for parameter in module.parameters())
+
     def _tensors(self) -> Iterator[Tensor]:
-        for parameter in self._module.parameters():
+        for parameter in self._parameters():
             yield parameter
             if parameter.grad is not None:
                 yield parameter.grad
+        for sharded in sharded_parameters(self._units()):  # between micro-batches their gradients are not reduced yet
+            gathered = getattr(sharded, "_unsharded_param", None)
+            unreduced = (sharded.unsharded_accumulated_grad, None if gathered is None else gathered.grad)
+            yield from (grad for grad in unreduced if grad is not None)
         for optimizer in self._optimizers:
             for leaf in tree_leaves(list(optimizer.state.values())):
                 if isinstance(leaf, Tensor):
@@ -138,20 +158,19 @@ class _Away(NamedTuple):
         as_bytes(self.storage).copy_(self.host, non_blocking=True)  # torch holds pinned memory until the copy is done
 
 
-def _storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
-    """Those that the tensors use on the device of the first, each once, as far as they can be emptied."""
+def _storages(tensors: Iterable[Tensor], devices: set[torch.device]) -> list[UntypedStorage]:
+    """Those that the tensors use on some devices, each once, as far as they can be emptied."""
     found: dict[int, UntypedStorage] = {}
     for tensor in map(local_part, tensors):
         storage = tensor.untyped_storage()
         found.setdefault(storage._cdata, storage)
-    storages = list(found.values())
-    return [s for s in storages if s.device == storages[0].device and s.nbytes() and s.resizable()]
+    return [s for s in found.values() if s.device in devices and s.nbytes() and s.resizable()]
 
 
-def _guards(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[Any]:
+def _guards(modules: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> list[Any]:
     """Hooks under which using the model is an error instead of a read of freed memory."""
     guards: list[Any] = []
-    for submodule in module.modules():
+    for submodule in {submodule: None for module in modules for submodule in module.modules()}:
         guards.append(submodule.register_forward_pre_hook(_refuse, prepend=True))
         guards.append(submodule.register_state_dict_pre_hook(_refuse))  # type: ignore[no-untyped-call]
     for optimizer in optimizers:

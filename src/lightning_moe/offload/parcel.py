@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import NamedTuple
 
 import torch
@@ -47,17 +46,16 @@ class Parcel:
     Args:
         tensor: Any that lies in the storage.
         lanes: How it travels.
-        before: The parcel that was made before this one.
+        number: How many were made before this one.
 
     """
 
-    def __init__(self, tensor: Tensor, lanes: Lanes, before: Parcel | None) -> None:
+    def __init__(self, tensor: Tensor, lanes: Lanes, number: int) -> None:
         storage = tensor.untyped_storage()
         self.num_bytes = storage.nbytes()
-        self.unread = 0
-        self._number = StorageWeakRef(storage)  # type: ignore[no-untyped-call] # no other storage is given it meanwhile
+        self.number, self.unread = number, 0
+        self._reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call] # no other gets its number meanwhile
         self._lanes = lanes
-        self._before = None if before is None else weakref.ref(before)
         self._source: Tensor | None = tensor.detach()
         self._version = tensor._version
         self._changed = False
@@ -66,11 +64,6 @@ class Parcel:
         self._buffer = lanes.pool.take(self.num_bytes)
         self.out = lanes.out.copy(self._host, as_bytes(storage), self._buffer.last)
         self._last = self.out
-
-    @property
-    def before(self) -> Parcel | None:
-        """The parcel that was made before this one, which backward reads after it, while somebody needs that."""
-        return None if self._before is None else self._before()
 
     @property
     def _host(self) -> Tensor:
@@ -93,7 +86,7 @@ class Parcel:
         """Its bytes on the device, in order for the current stream; the last of the first readers takes them along.
 
         Raises:
-            RuntimeError: The storage was changed in place after it was saved.
+            RuntimeError: The storage was changed in place after it was saved, or was discarded and is not back yet.
 
         """
         if self._changed or (self._source is not None and self._source._version != self._version):
@@ -153,7 +146,7 @@ class Stays:
         """The tensor.
 
         Raises:
-            RuntimeError: It was changed in place after it was saved.
+            RuntimeError: It was changed in place after it was saved, or was discarded and is not back yet.
 
         """
         if self._alias._version != self._version:
@@ -162,6 +155,7 @@ class Stays:
 
 
 CHANGED = (
-    "One of the tensors that backward needs has been modified by an inplace operation after forward saved it. Compute the new"
-    " value out of place, or change a `clone()`."
+    "One of the tensors that backward needs has been modified by an inplace operation after forward saved it, or is an output"
+    " that `discard_output()` has freed and that is read before it came back. Compute the new value out of place, or change a"
+    " `clone()`; of a discarded output, give `register_recompute_hook` a tensor that lies downstream of all that saved it."
 )

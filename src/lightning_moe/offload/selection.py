@@ -12,6 +12,10 @@ from torch import nn
 from lightning_moe.overlap.kept import NAMES
 
 
+class NothingToOffloadError(ValueError):
+    """A model has nothing of what is to be offloaded."""
+
+
 class Target(NamedTuple):
     """A module, and which of the named tensors that it keeps are meant; ``None`` for all that it saves, named or not."""
 
@@ -32,13 +36,14 @@ def find_targets(model: nn.Module, patterns: Sequence[str] | None) -> list[Targe
         Each module once, none below another.
 
     Raises:
-        ValueError: A pattern fits nothing, or names a tensor that is recomputed, or ``None`` found no module list.
+        NothingToOffloadError: A pattern fits nothing, or ``None`` found no module list.
+        ValueError: A pattern names a tensor that is recomputed.
 
     """
     if patterns is None:
         layers = list(_items_of_lists(model))
         if not layers:
-            raise ValueError(
+            raise NothingToOffloadError(
                 f"`{type(model).__name__}` has no `nn.ModuleList`, whose items would be its layers. Name the modules whose"
                 " activations are to be offloaded: `modules=['encoder.*']`, say."
             )
@@ -49,7 +54,7 @@ def find_targets(model: nn.Module, patterns: Sequence[str] | None) -> list[Targe
         whole = [name for name in modules if _fits(pattern, name)]
         parts = [] if whole else _kept_parts(pattern, modules)
         if not whole and not parts:
-            raise ValueError(_unknown(pattern, modules))
+            raise NothingToOffloadError(_unknown(pattern, modules))
         found |= dict.fromkeys(whole)
         for name, part in parts:
             if (already := found.get(name, frozenset())) is not None:
@@ -97,7 +102,7 @@ def _kept_parts(pattern: str, modules: dict[str, nn.Module]) -> list[tuple[str, 
 
 def _unknown(pattern: str, modules: dict[str, nn.Module]) -> str:
     names = [name for name in modules if name]
-    close = get_close_matches(pattern, names, n=3, cutoff=0.3) or names[:3]
+    close = get_close_matches(pattern, names, n=3, cutoff=0.3) or names[:3] or [""]
     return (
         f"Expected argument `modules` to hold names of modules, but {pattern!r} fits none. Names are those of"
         f" `named_modules()`, such as {', '.join(map(repr, close))}; `*` stands for one part of a name, as in `layers.*`."
