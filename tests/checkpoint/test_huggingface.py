@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from lightning.fabric import Fabric
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3MoeForCausalLM
+from transformers.utils.hub import convert_file_size_to_int
 
 from helpers.models import batch, full, qwen3_moe
 from helpers.processes import run
@@ -38,7 +40,7 @@ def test_what_transformers_saves_is_loaded(apart, shard_size, tmp_path):
     assert equal(model, saved)
 
 
-@pytest.mark.parametrize("limit", [10_000, 10**9])
+@pytest.mark.parametrize("limit", [10_000, "0.01 GB"])
 def test_transformers_loads_what_one_process_saves(limit, tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     for dtype, tied in ((torch.bfloat16, True), (torch.float32, False)):
@@ -91,8 +93,12 @@ def in_and_out(world_size, ep_size, sizes, saved, out):
     with torch.device("meta"):
         due = qwen3_moe(torch.float32, **sizes)
     load_huggingface(due, saved)
+    due = copy.deepcopy(due)
     assert all(p.is_meta for p in due.parameters())
-    assert equal(fabric.setup(due).module, expected)
+    due = fabric.setup(due)
+    assert equal(due.module, expected)
+    with torch.no_grad():
+        due(input_ids=batch(9))
 
     model = qwen3_moe(torch.float32, **sizes)
     model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), 0.1))
@@ -217,6 +223,47 @@ def test_without_strictness_what_is_there_is_loaded(tmp_path):
     load_huggingface(model, tmp_path, strict=False)
     assert torch.equal(model.lm_head.weight, head)
     assert equal(model.model, saved.model)
+
+
+def test_weights_that_are_due_keep_a_model_from_running(tmp_path):
+    """Only this strategy loads them when it sets the model up."""
+    saved = qwen3_moe(torch.float32, seed=1)
+    saved.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = qwen3_moe(torch.float32)
+    load_huggingface(model, tmp_path)
+    model = copy.deepcopy(model).to_empty(device="cpu")
+    with pytest.raises(
+        RuntimeError, match=rf"{tmp_path} are still due.*`ChunkedEPStrategy` .*`load_huggingface` again"
+    ):
+        model(input_ids=batch(0))
+    load_huggingface(model, tmp_path)
+    model.model.rotary_emb = saved.model.rotary_emb  # buffers that no file has
+    assert torch.equal(model(input_ids=batch(0)).logits, saved(input_ids=batch(0)).logits)
+
+
+def test_submodules_that_torch_compile_wrapped(tmp_path):
+    saved = qwen3_moe(torch.float32, seed=1)
+    saved.save_pretrained(tmp_path / "in")
+    model = qwen3_moe(torch.float32)
+    model.model.layers[1] = torch.compile(model.model.layers[1])
+    load_huggingface(model, tmp_path / "in")
+    save_huggingface(model, tmp_path / "out")
+    loaded, info = Qwen3MoeForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert equal(loaded, saved)
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.5, True, "5", "5 apples", "GB", "0GB"])
+def test_what_is_no_size_is_refused(size, tmp_path):
+    with pytest.raises(ValueError, match=f"`max_shard_size` to be .* but got {size!r}"):
+        save_huggingface(qwen3_moe(torch.float32), tmp_path / "out", size)
+    assert not (tmp_path / "out").exists()
+
+
+def test_sizes_are_those_of_transformers():
+    for size in (7, "5GB", "20MB", "3KB", "1GiB", "20MiB", "3KiB"):
+        assert writing._num_bytes(size) == convert_file_size_to_int(size)
 
 
 def fail_to_write(out):

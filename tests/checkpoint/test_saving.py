@@ -11,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
 
 from helpers.models import full, qwen3_moe
 from helpers.processes import run
@@ -18,6 +19,7 @@ from helpers.training import Task, loader, my_share, trainer
 from lightning_moe import ChunkedEPStrategy
 from lightning_moe.checkpoint import background, save
 from lightning_moe.checkpoint.background import Saves
+from lightning_moe.checkpoint.load import load_checkpoint, load_weights
 
 
 class Counter:
@@ -240,3 +242,75 @@ def test_after_a_failure_nothing_runs_until_it_was_told():
     saves.then(lambda: ran.append("next"))
     saves.wait()
     assert ran == ["first", "next"]
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_is_no_failure(tmp_path, caplog):
+    """It would be one on rank 0 alone."""
+    strategy = ChunkedEPStrategy(save_asynchronously=True)
+    task = trainer(strategy, 1)
+    assert task.strategy is strategy
+
+    def refuse(path):
+        raise PermissionError(13, "Permission denied")
+
+    strategy.checkpoint_io.remove_checkpoint = refuse
+    strategy.remove_checkpoint(tmp_path / "old")
+    strategy.wait_for_save()
+    assert "old could not be removed: PermissionError" in caplog.text
+
+
+def test_the_thread_works_on_this_ranks_device(monkeypatch):
+    """A new thread of torch is on device 0, and what it asks CUDA for would open a context there."""
+    asked = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda device: asked.append((threading.current_thread().name, device))
+    )
+    saves = Saves(beside=True, timeout=None)
+    saves.then(lambda: None)
+    saves.wait()
+    assert asked == [("checkpoint_0", 3)]
+
+
+class Scaled(nn.Linear):
+    """Has state beside parameters and buffers."""
+
+    def __init__(self):
+        super().__init__(3, 3)
+        self.scale = torch.rand(2)
+
+    def get_extra_state(self):
+        return self.scale.clone()
+
+    def set_extra_state(self, state):
+        self.scale = state
+
+
+class PartlyCompiled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.plain = Scaled()
+        self.compiled = torch.compile(Scaled())
+        self.again = self.compiled
+
+
+@pytest.mark.filterwarnings("ignore:.*single process")
+def test_submodules_that_torch_compile_wrapped(tmp_path):
+    """Their names in checkpoints are not those that they load under."""
+    saved = PartlyCompiled()
+    state, rest = save.state_dicts({"model": saved}, False, {})
+    save.save_folder(tmp_path / "folder", state, save.packed(rest))
+    save.save_file(tmp_path / "file", state)
+    save.save_file(tmp_path / "weights", state["model"])
+    loads = {
+        "folder": lambda path, model: load_checkpoint(path, {"model": model}, {}),
+        "file": lambda path, model: load_checkpoint(path, {"model": model}, {}),
+        "weights": load_weights,
+    }
+    for name, load in loads.items():
+        model = PartlyCompiled()
+        load(tmp_path / name, model)
+        assert all(map(torch.equal, model.parameters(), saved.parameters())), name
+        assert torch.equal(model.plain.scale, saved.plain.scale), name
+        assert torch.equal(model.compiled._orig_mod.scale, saved.compiled._orig_mod.scale), name

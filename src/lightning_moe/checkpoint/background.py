@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -59,12 +60,15 @@ class Saves:
         self.then(partial(_on_first_rank, partial(write, self._kept(content)), self._open_group()))
 
     def then(self, job: Callable[[], None]) -> None:
-        """Run a job once what was submitted before is done."""
+        """Run a job once what was submitted before is done. It must fail on all ranks or on none."""
         if not self._beside:
             job()
             return
         if self._executor is None:
-            self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+            # a new thread is on the first device, and what it asks CUDA for would take memory there
+            device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+            initializer = None if device is None else partial(torch.cuda.set_device, device)
+            self._executor = ThreadPoolExecutor(1, "checkpoint", initializer)
         self._jobs.append(self._executor.submit(self._run, job))
 
     def wait(self) -> None:

@@ -4,23 +4,38 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from lightning_moe._compat import unwrap_objects
 from lightning_moe.checkpoint.messages import class_name, listed, quoted
+from lightning_moe.checkpoint.names import plain_layouts, plain_name
 from lightning_moe.checkpoint.ranks import on_all_ranks
 from lightning_moe.checkpoint.safetensors import Tensors
 from lightning_moe.checkpoint.shards import region
-from lightning_moe.models import stored_layouts
 from lightning_moe.models.layouts import Layout
 from lightning_moe.ops.local import local_part
 
-# A model on the meta device has nothing to load into before it is sharded: what is to be loaded then.
-_DUE: WeakKeyDictionary[nn.Module, tuple[Path, bool]] = WeakKeyDictionary()
+
+@dataclass(frozen=True)
+class _Due:
+    """What is to be loaded into a model on the meta device once it is sharded. Until then it keeps the model from running.
+
+    A hook before the model's forward, so that copies of the model have it too.
+    """
+
+    path: Path
+    strict: bool
+
+    def __call__(self, model: nn.Module, _: object) -> None:
+        raise RuntimeError(
+            f"The weights in {self.path} are still due: the `{class_name(model)}` was on the meta device when"
+            " `load_huggingface` was called, and only `ChunkedEPStrategy` loads them later, when it sets the model up. Train"
+            " with it, or call `load_huggingface` again once the model is on another device."
+        )
 
 
 def load_huggingface(model: nn.Module, path: str | os.PathLike[str], strict: bool = True) -> None:
@@ -32,7 +47,7 @@ def load_huggingface(model: nn.Module, path: str | os.PathLike[str], strict: boo
 
     Args:
         model: A Hugging Face model, or one with the same names. Before the strategy sets it up it is loaded whole, after
-            that shard by shard. On the meta device it is loaded when the strategy has sharded it.
+            that shard by shard. On the meta device it is loaded when the strategy has sharded it, and cannot run before.
         path: A folder as transformers' ``save_pretrained`` writes it, or a single safetensors file. To be called on all ranks
             with the same path.
         strict: The files must have all values of the model, and no others.
@@ -49,11 +64,13 @@ def load_huggingface(model: nn.Module, path: str | os.PathLike[str], strict: boo
         layouts = _choose(model, path, tensors, strict)
         values = model.state_dict(keep_vars=True)
         if any(values[name].is_meta for name in layouts):
-            _DUE[model] = path, strict
+            _forget_due(model)
+            model.register_forward_pre_hook(_Due(path, strict))
             return
     with on_all_ranks(), Tensors(path) as tensors, torch.no_grad():
         for name, layout in layouts.items():
             _fill(values[name], layout, tensors)
+    _forget_due(model)
 
 
 def load_due(root: nn.Module) -> None:
@@ -64,8 +81,17 @@ def load_due(root: nn.Module) -> None:
 
     """
     for module in root.modules():
-        if (due := _DUE.pop(module, None)) is not None:
-            load_huggingface(module, *due)
+        for due in _find_due(module).values():
+            load_huggingface(module, due.path, due.strict)
+
+
+def _find_due(module: nn.Module) -> dict[int, _Due]:
+    return {key: hook for key, hook in module._forward_pre_hooks.items() if isinstance(hook, _Due)}
+
+
+def _forget_due(module: nn.Module) -> None:
+    for key in _find_due(module):
+        del module._forward_pre_hooks[key]
 
 
 def _fill(value: Tensor, layout: Layout, tensors: Tensors) -> None:
@@ -79,7 +105,7 @@ def _choose(model: nn.Module, path: Path, tensors: Tensors, strict: bool) -> dic
     there = tensors.names()
     chosen: dict[str, Layout] = {}
     missing: list[str] = []
-    for name, layouts in stored_layouts(model).items():
+    for name, layouts in plain_layouts(model).items():
         most = max(layouts, key=lambda layout: sum(part.name in there for part in layout) / len(layout))
         absent = [part.name for part in most if part.name not in there]
         if absent:
@@ -101,7 +127,7 @@ def _choose(model: nn.Module, path: Path, tensors: Tensors, strict: bool) -> dic
     if not chosen:
         wrong.append("none of its values is there")
     if strict:
-        known = {part.name for layout in chosen.values() for part in layout} | model.state_dict().keys()
+        known = {part.name for layout in chosen.values() for part in layout} | set(map(plain_name, model.state_dict()))
         ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
         unexpected = [name for name in there - known if not any(re.search(pattern, name) for pattern in ignored)]
         wrong += [f"they lack {listed(quoted(missing))}"] * bool(missing)

@@ -13,15 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.optim import Optimizer
 
 from lightning_moe.checkpoint.messages import class_name, listed, quoted
+from lightning_moe.checkpoint.names import plain_name
 from lightning_moe.checkpoint.optimizer import Match, match_groups, owner, restore
+from lightning_moe.checkpoint.place import put_back
 from lightning_moe.checkpoint.ranks import on_all_ranks
-from lightning_moe.checkpoint.shards import copy_part, empty_shard
-from lightning_moe.checkpoint.sources import Source, open_source, read_file
+from lightning_moe.checkpoint.shards import empty_shard
+from lightning_moe.checkpoint.sources import File, Source, open_source, read_file
 
 Sizes = Mapping[str, torch.Size | None]
 
@@ -56,6 +59,7 @@ def load_checkpoint(
         RuntimeError: Another rank failed.
 
     """
+    _put_back(path)
     with on_all_ranks():
         source = open_source(path, weights_only)
         _refuse_missing_keys(path, source, modules, optimizers)
@@ -79,16 +83,15 @@ def load_checkpoint(
 
 def load_weights(path: Path, module: nn.Module, strict: bool = True, weights_only: bool = True) -> None:
     """Load a file that holds a model's whole state dict and nothing else. Collective, as :func:`load_checkpoint`."""
+    _put_back(path)
     with on_all_ranks():
         if not path.is_file():
             raise FileNotFoundError(f"There is no file at {path}. To load a folder, pass the model in a dictionary.")
-        weights = read_file(path, weights_only)
-        values = get_model_state_dict(module)
+        source = File({"weights": read_file(path, weights_only)})
         with _naming(path):
-            compare(class_name(module), _sizes(values), _sizes(weights), strict)
-    for name, value in values.items():
-        if isinstance(value, Tensor) and name in weights:
-            copy_part(value, weights[name])
+            values = _read(source, "weights", module, strict)
+    with on_all_ranks(), _naming(path):
+        module.load_state_dict(values, strict=False)
 
 
 def compare(kind: str, ours: Sizes, theirs: Sizes, strict: bool) -> None:
@@ -124,7 +127,7 @@ def compare(kind: str, ours: Sizes, theirs: Sizes, strict: bool) -> None:
 
 
 def _read(source: Source, key: str, module: nn.Module, strict: bool) -> dict[str, Any]:
-    """What a checkpoint has of a model's state dict, in new tensors."""
+    """What a checkpoint has of a model's state dict, in new tensors, under the names that the model itself uses."""
     ours, sizes = get_model_state_dict(module), source.sizes(key)
     compare(class_name(module), _sizes(ours), sizes, strict)
     values = {
@@ -133,7 +136,16 @@ def _read(source: Source, key: str, module: nn.Module, strict: bool) -> dict[str
         if name in sizes
     }
     source.fill(key, values)
-    return values
+    own_names = {plain_name(name): name for name in module.state_dict()}
+    if foreign := values.keys() - own_names.keys():
+        raise ValueError(f"The `{class_name(module)}` itself has {listed(quoted(foreign))} under another name.")
+    return {own_names[name]: value for name, value in values.items()}
+
+
+def _put_back(path: Path) -> None:
+    with on_all_ranks():
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            put_back(path)
 
 
 def _match(source: Source, key: str, optimizer: Optimizer, modules: Mapping[str, nn.Module]) -> Match:

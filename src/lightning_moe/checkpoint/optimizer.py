@@ -9,17 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_moe.checkpoint.names import plain_name
 from lightning_moe.checkpoint.shards import copy_part, empty_shard
-
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # what torch leaves out of names in checkpoints
 
 
 def names_of(module: nn.Module) -> dict[int, str]:
     """``id`` of each parameter -> its name."""
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-    for wrapper in _WRAPPERS:
-        names = {key: name.replace(wrapper, "") for key, name in names.items()}
-    return names
+    return {id(parameter): plain_name(name) for name, parameter in module.named_parameters()}
 
 
 def owner(optimizer: Optimizer, modules: Mapping[str, nn.Module]) -> nn.Module:

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.optim import Optimizer
 
 from lightning_moe.checkpoint.optimizer import owner
+from lightning_moe.checkpoint.place import partial_path, prepare, replace
 from lightning_moe.checkpoint.ranks import on_all_ranks
 from lightning_moe.checkpoint.sources import REST
 
@@ -68,12 +69,11 @@ def save_folder(path: Path, state: dict[str, Any], rest: bytes, group: dist.Proc
 
     """
     leader = not dist.is_initialized() or dist.get_rank(group) == 0
-    partial = _beside(path, "partial")
+    partial = partial_path(path)
     with on_all_ranks(group):
         if leader:
-            _refuse_foreign_folder(path)
-            _remove(partial)
-            partial.mkdir(parents=True)
+            prepare(path)
+            partial.mkdir()
             (partial / REST).write_bytes(rest)
     try:
         dcp.save(state, storage_writer=dcp.FileSystemWriter(partial), process_group=group)
@@ -85,7 +85,7 @@ def save_folder(path: Path, state: dict[str, Any], rest: bytes, group: dist.Proc
         raise RuntimeError(message) from failure
     with on_all_ranks(group):
         if leader:
-            _replace(partial, path)
+            replace(partial, path)
 
 
 def save_file(path: Path, content: dict[str, Any]) -> None:
@@ -95,15 +95,14 @@ def save_file(path: Path, content: dict[str, Any]) -> None:
         IsADirectoryError: There is a folder at the path that is no checkpoint.
 
     """
-    _refuse_foreign_folder(path)
-    partial = _beside(path, "partial")
-    partial.parent.mkdir(parents=True, exist_ok=True)
+    prepare(path)
+    partial = partial_path(path)
     try:
         torch.save(content, partial)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-    _replace(partial, path)
+    replace(partial, path)
 
 
 def packed(rest: dict[str, Any]) -> bytes:
@@ -111,40 +110,3 @@ def packed(rest: dict[str, Any]) -> bytes:
     buffer = io.BytesIO()
     torch.save(rest, buffer)
     return buffer.getvalue()
-
-
-def make_way(path: Path) -> None:
-    """Remove a checkpoint that is a folder, for a file that somebody else will write.
-
-    Raises:
-        IsADirectoryError: The folder is no checkpoint.
-
-    """
-    _refuse_foreign_folder(path)
-    if path.is_dir():
-        _remove(path)
-
-
-def _refuse_foreign_folder(path: Path) -> None:
-    if path.is_dir() and not (path / REST).is_file() and any(path.iterdir()):
-        raise IsADirectoryError(f"{path} is a folder, and no checkpoint that could be replaced. Choose another path.")
-
-
-def _replace(new: Path, path: Path) -> None:
-    old = _beside(path, "replaced")
-    _remove(old)
-    if path.exists() or path.is_symlink():
-        path.rename(old)
-    new.rename(path)
-    _remove(old)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def _beside(path: Path, ending: str) -> Path:
-    return path.with_name(f".{path.name}.{ending}")

@@ -60,7 +60,7 @@ def open_source(path: Path, weights_only: bool) -> Source:
     """
     if not path.exists():
         raise FileNotFoundError(f"There is no checkpoint at {path}.")
-    return Folder(path, weights_only) if path.is_dir() else File(path, weights_only)
+    return Folder(path, weights_only) if path.is_dir() else File(read_file(path, weights_only))
 
 
 def read_file(path: Path, weights_only: bool) -> dict[str, Any]:
@@ -177,13 +177,12 @@ class File:
     """A single file with whole tensors. Each rank maps it, and reads the parts that it needs.
 
     Args:
-        path: The file.
-        weights_only: Refuse objects that only pickle restores.
+        content: What :func:`read_file` has of it.
 
     """
 
-    def __init__(self, path: Path, weights_only: bool) -> None:
-        self.rest = read_file(path, weights_only)
+    def __init__(self, content: dict[str, Any]) -> None:
+        self.rest = content
         # the Trainer keeps optimizers in a list here, and under these keys in a folder
         self._content = self.rest | {
             f"optimizer_{i}": state for i, state in enumerate(self.rest.get("optimizer_states", []))

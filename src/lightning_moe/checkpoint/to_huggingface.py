@@ -17,17 +17,18 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lightning_moe._compat import unwrap_objects
 from lightning_moe.checkpoint.messages import class_name
+from lightning_moe.checkpoint.names import plain_layouts
 from lightning_moe.checkpoint.ranks import on_all_ranks
 from lightning_moe.checkpoint.safetensors import INDEX, SINGLE, imported
 from lightning_moe.checkpoint.shards import Region, region
-from lightning_moe.models import stored_layouts
 from lightning_moe.models.layouts import Layout, Part
 from lightning_moe.ops.local import local_part
 
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT])(i?)B\s*", re.IGNORECASE)
 
 
-def save_huggingface(model: nn.Module, path: str | os.PathLike[str], max_shard_size: int = 5 * 10**9) -> None:
+def save_huggingface(model: nn.Module, path: str | os.PathLike[str], max_shard_size: int | str = "5GB") -> None:
     """Save a model so that transformers' ``from_pretrained`` loads it. Collective.
 
     The ranks share out the tensors between them: each writes experts that it holds, and some of everything else. Besides what
@@ -38,10 +39,11 @@ def save_huggingface(model: nn.Module, path: str | os.PathLike[str], max_shard_s
         model: A Hugging Face model, before or after the strategy set it up. To be called on all ranks.
         path: A folder on storage that all ranks share. Weights of an earlier export in it are replaced, once the new ones are
             complete; other files stay.
-        max_shard_size: Bytes of weights in a file; a larger tensor has a file of its own.
+        max_shard_size: Bytes of weights in a file, as a number or as `"500MB"`; a larger tensor has a file of its own.
 
     Raises:
         TypeError: The model has no ``config``, or is on the meta device.
+        ValueError: ``max_shard_size`` is no size.
         OSError: A file could not be written. On the other ranks this is a ``RuntimeError``.
         ImportError: The package safetensors is not installed.
 
@@ -49,6 +51,7 @@ def save_huggingface(model: nn.Module, path: str | os.PathLike[str], max_shard_s
     model, path = unwrap_objects(model), Path(path)
     with on_all_ranks():
         imported("save_file")
+        limit = _num_bytes(max_shard_size)
         values = model.state_dict(keep_vars=True)
         if not hasattr(getattr(model, "config", None), "save_pretrained"):
             raise TypeError(
@@ -58,10 +61,10 @@ def save_huggingface(model: nn.Module, path: str | os.PathLike[str], max_shard_s
         if any(value.is_meta for value in values.values()):
             raise TypeError(f"The `{class_name(model)}` is on the meta device, without weights to save.")
         path.mkdir(parents=True, exist_ok=True)
-        writer = _Writer(path, max_shard_size)
+        writer = _Writer(path, limit)
     try:
         with on_all_ranks(), torch.no_grad():
-            _write(values, stored_layouts(model), writer)
+            _write(values, plain_layouts(model), writer)
     except BaseException:
         writer.discard()
         raise
@@ -70,6 +73,20 @@ def save_huggingface(model: nn.Module, path: str | os.PathLike[str], max_shard_s
     with on_all_ranks():
         if writer.rank == 0:
             _finish(model, path, weight_map, sum(value.numel() * value.itemsize for value in values.values()))
+
+
+def _num_bytes(size: int | str) -> int:
+    """A size as transformers takes it: ``"5GB"`` is 5 * 10^9 bytes, ``"5GiB"`` 5 * 2^30."""
+    limit: object = size
+    if isinstance(size, str) and (match := _SIZE.fullmatch(size)):
+        number, prefix, binary = match.groups()
+        limit = int(float(number) * (1024 if binary else 1000) ** (1 + "KMGT".index(prefix.upper())))
+    if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
+        raise ValueError(
+            "Expected argument `max_shard_size` to be a positive number of bytes, or a size such as '5GB' or '500MiB', but got"
+            f" {size!r}."
+        )
+    return limit
 
 
 class _Writer:

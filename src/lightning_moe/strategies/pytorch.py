@@ -25,7 +25,7 @@ from lightning_moe._compat import (
 )
 from lightning_moe.buffers import release_buffers
 from lightning_moe.checkpoint.load import load_checkpoint
-from lightning_moe.checkpoint.save import make_way
+from lightning_moe.checkpoint.place import make_way, tolerate_removal
 from lightning_moe.parallel.gradients import clip_grad_norm_
 from lightning_moe.parallel.units import roots_below
 from lightning_moe.strategies.core import ExpertParallel, drop_stale_parameters, is_parallelized, no_gradient_sync
@@ -127,13 +127,17 @@ class ChunkedEPStrategy(ExpertParallel, PytorchModelParallelStrategy):
         self._saves.folder(path, sharded, checkpoint)
 
     def _save_file(self, path: Path, storage_options: Any | None, checkpoint: dict[str, Any]) -> None:
-        make_way(path)
-        self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options)
+        with make_way(path):
+            self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options)
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
         if self.is_global_zero:
-            self._saves.then(partial(self.checkpoint_io.remove_checkpoint, filepath))
+            self._saves.then(partial(self._remove_checkpoint, filepath))
+
+    def _remove_checkpoint(self, path: str | Path) -> None:
+        with tolerate_removal(path):  # the other ranks would not hear of an error
+            self.checkpoint_io.remove_checkpoint(path)
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
