@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.fabric import Fabric
+from torch import nn
 
 from callbacks.routed import LAYERS, Task, batches, counts, decoder, loader, write_down
 from helpers.models import qwen3_moe
 from helpers.processes import run
 from helpers.training import trainer
 from lightning_moe import ChunkedEPStrategy, GroupedExperts, MoELayer, TopKRouter
-from lightning_moe.callbacks import RouterBiasBalancer
+from lightning_moe.callbacks import ExpertLoadMonitor, RouterBiasBalancer
 from lightning_moe.metrics import load_imbalance
 from lightning_moe.models import swap_blocks
 
@@ -116,6 +120,64 @@ def test_it_evens_out_a_skewed_load():
     weights_TK, ids_TK = router(tokens)[1:]
     scores_TK = (tokens @ router.weight.t()).sigmoid().gather(1, ids_TK)
     torch.testing.assert_close(weights_TK, scores_TK / scores_TK.sum(1, keepdim=True))
+
+
+def test_a_second_model_in_fabric_leaves_the_first_one_watched():
+    class Critic(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(4, 1)
+
+        def forward(self, features):
+            return self.head(features)
+
+    balancer, monitor = RouterBiasBalancer(SPEED), ExpertLoadMonitor(log_every_n_steps=1)
+    fabric = Fabric(accelerator="cpu", devices=1, callbacks=[balancer, monitor])
+    with pytest.warns(UserWarning, match="watches nothing so far. `Critic` has no MoE layer"):
+        critic, of_critic = fabric.setup(*with_optimizer(Critic()))
+    model, optimizer = fabric.setup(*with_optimizer(decoder()))
+    other, of_other = fabric.setup(*with_optimizer(Critic()))
+    fabric.backward(model(batches(0, 1)[0]).square().mean())
+    for stranger, its in ((critic, of_critic), (other, of_other)):
+        fabric.backward(stranger(torch.ones(1, 4)).sum())
+        its.step()
+    assert not biases(model).any()
+    assert monitor._steps == 0
+    optimizer.step()
+    assert biases(model).any()
+    assert monitor._steps == 1
+    for callback in (balancer, monitor):
+        with pytest.raises(ValueError, match=r"watches a `Decoder` and cannot watch a `Decoder` as well.*detach\(\)"):
+            callback.attach(decoder())
+        assert callback._model is model.module
+    fabric.call("on_train_end")
+    pickle.dumps(balancer)
+
+
+def with_optimizer(model):
+    return model, torch.optim.SGD(model.parameters(), 0.1)
+
+
+def on_one_rank_alone():
+    model, balancer, monitor = decoder(), RouterBiasBalancer(SPEED), ExpertLoadMonitor()
+    numbers = []
+    with balancer.watch(model), monitor.watch(model):
+        for stage in ("train", "val"):
+            model.train(stage == "train")
+            if dist.get_rank() == 1:
+                model(batches(1, 1)[0])
+            numbers.append(monitor.compute(stage))
+            balancer.update()
+            assert monitor.compute(stage) == {}
+    return numbers, biases(model)
+
+
+def test_ranks_without_a_batch_take_part():
+    (numbers, bias), other = run(on_one_rank_alone, 2)
+    assert len(numbers) == len(list(filter(None, numbers))) == 2
+    assert numbers == other[0]
+    assert bias.any()
+    assert torch.equal(bias, other[1])
 
 
 def test_what_cannot_be_balanced_is_refused():

@@ -18,6 +18,7 @@ from helpers.processes import run
 from helpers.training import loader, trainer
 from lightning_moe import ChunkedEPStrategy
 from lightning_moe.callbacks import MemoryMonitor
+from lightning_moe.callbacks.memory import _MOST_ROWS, _halved
 from lightning_moe.memory.summary import GIB
 from lightning_moe.overlap import primitives
 from lightning_moe.overlap.function import watchers
@@ -81,7 +82,7 @@ def test_trainer_logs_and_resumes_and_draws(tmp_path):
     runner = trainer("auto", 1, callbacks=[monitor], logger=[recorder], accumulate_grad_batches=2, max_steps=2)
     runner.fit(first, loader(BATCHES), loader(BATCHES[:1]))
     (step, metrics), *more = recorder.logged
-    assert (step, more) == (2, [])
+    assert (step, more) == (1, [])  # the second step, where Lightning logs its own metrics of it
     size = sum(p.numel() * 4 for p in first.parameters()) / GIB
     for phase in ("forward", "backward", "optimizer"):
         assert metrics[f"memory.{phase}.parameters"] == size
@@ -96,8 +97,8 @@ def test_trainer_logs_and_resumes_and_draws(tmp_path):
     again = MemoryMonitor(2, None)
     runner = trainer("auto", 1, callbacks=[again], accumulate_grad_batches=2, max_steps=4, max_epochs=2)
     runner.fit(Task(), loader(BATCHES), ckpt_path=tmp_path / "last.ckpt")
-    assert [row["step"] for row in again.history] == [2, 4]
-    assert again.history[0] == {"step": 2} | {name[7:].replace(".", "/"): value for name, value in metrics.items()}
+    assert [row["step"] for row in again.history] == [1, 3]
+    assert again.history[0] == {"step": 1} | {name[7:].replace(".", "/"): value for name, value in metrics.items()}
 
 
 def test_manual_optimization_and_losses_are_as_without_it():
@@ -108,7 +109,7 @@ def test_manual_optimization_and_losses_are_as_without_it():
         losses.append(task.losses)
     assert losses[0] == losses[1]
     assert len(losses[0]) == 6
-    assert [row["step"] for row in callbacks[0].history] == [1, 2, 3]
+    assert [row["step"] for row in callbacks[0].history] == [0, 1, 2]
     assert all(row[f"{phase}/peak_rss"] > 0 for row in callbacks[0].history for phase in ("forward", "backward"))
 
 
@@ -157,7 +158,7 @@ def test_running_out_of_memory_is_explained_and_leaves_nothing_behind(fail, monk
     plain = Task()
     trainer("auto", 1).fit(plain, loader(BATCHES))
     assert other.losses == plain.losses
-    assert monitor.history[-1]["step"] == len(BATCHES)
+    assert monitor.history[-1]["step"] == len(BATCHES) - 1
 
 
 def test_other_errors_get_no_note(tmp_path):
@@ -172,6 +173,21 @@ def test_other_errors_get_no_note(tmp_path):
         fail()
     assert not hasattr(caught.value, "__notes__")
     assert hooks_of(model) == (0, 0, 0)
+
+
+def test_a_history_of_another_device_is_kept_and_left_out_of_the_chart(tmp_path):
+    model, monitor = Decoder(), MemoryMonitor(1, tmp_path)
+    on_gpu = [{"step": i, "peak_allocated": 1.0, "forward/peak_allocated": 1.0} for i in range(_MOST_ROWS)]
+    monitor.load_state_dict({"step": _MOST_ROWS, "history": on_gpu})
+    optimizer = torch.optim.SGD(model.parameters())
+    with monitor.watch(model):
+        model(BATCHES[0]).sum().backward()
+        optimizer.step()
+    assert len(monitor.history) == _MOST_ROWS // 2 + 1
+    assert monitor.history[-1]["step"] == _MOST_ROWS + 1
+    assert (tmp_path / "timeline.png").exists() == DRAWS
+    pairs = [{"step": i, "peak_rss": peak} for i, peak in enumerate([1.0, 2.0, 2.0, 1.0, 0.5])]
+    assert [row["step"] for row in _halved([*pairs[:3], {"step": 9}, pairs[4]], "peak_rss")] == [1, 2, 4]
 
 
 def test_no_timeline_is_no_error(tmp_path):
@@ -259,6 +275,6 @@ def test_over_ranks_and_through_checkpoints(tmp_path):
         assert row["forward/gradients"] > row["optimizer/gradients"]  # the first microbatch's are not reduced yet
         assert expected["hooks"] == (0, 0)
         whole = sum(p.numel() * 4 for p in Decoder().parameters()) / GIB
-        assert [r["step"] for r in data_parallel] == [1, 2, 3, 4]
+        assert [r["step"] for r in data_parallel] == [0, 1, 2, 3]
         assert {r["optimizer/parameters"] for r in data_parallel} == {whole}
         assert data_parallel[0]["expert_rows_spread"] == 0  # every rank has all experts

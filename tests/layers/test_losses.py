@@ -113,7 +113,8 @@ def test_even_load_gives_one_and_the_worst_e_over_k():
     assert load_balancing_loss(routing).item() == pytest.approx(8 / 3)
     logits = torch.eye(8).roll(1, 0) * 30 + torch.eye(8).roll(2, 0) * 30 + torch.eye(8) * 30
     even = [routing[0]._replace(routing=routing[0].routing._replace(logits_TE=logits), shape=torch.Size([8]))]
-    assert load_balancing_loss(even).item() == pytest.approx(1)
+    with torch.no_grad():  # these have no graph
+        assert load_balancing_loss(even).item() == pytest.approx(1)
 
 
 def test_losses_are_float32_for_bfloat16_and_zero_for_no_tokens():
@@ -151,6 +152,40 @@ def test_what_a_checkpoint_around_the_layer_runs_again_is_not_recorded():
     assert torch.equal(*gradients)
     layer(hidden)
     assert len(routing) == 1, "nothing is recorded outside"
+
+
+def test_a_forward_that_ran_without_a_graph_is_refused_where_a_gradient_is_wanted():
+    layer, hidden = make_layer(), torch.randn(2, 5, 16, dtype=torch.float64, requires_grad=True)
+    with record_routing(layer) as routing:
+        checkpoint(layer, hidden, use_reentrant=True)
+    for loss in (load_balancing_loss, router_z_loss):
+        with pytest.raises(ValueError, match=r"recorded in training mode, but without a graph.*use_reentrant=False"):
+            loss(routing)
+        with torch.no_grad():
+            assert loss(routing) > 0
+    for without in (layer.eval(), layer.train().requires_grad_(False)):
+        with record_routing(without) as routing, torch.no_grad():
+            without(hidden)
+        assert load_balancing_loss(routing) > 0
+
+
+@pytest.mark.parametrize("loss", [load_balancing_loss, router_z_loss])
+def test_what_stands_at_padding_does_not_matter(loss):
+    layer, mask_BS = make_layer(), torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+    with record_routing(layer) as routing:
+        layer(torch.randn(2, 5, 16, dtype=torch.float64))
+    (record,) = routing
+    results = []
+    for padding in (0.0, torch.nan, torch.inf):
+        logits_TE = record.routing.logits_TE.detach().clone()
+        logits_TE[8:] = padding
+        logits_TE.requires_grad_()
+        value = loss([record._replace(routing=record.routing._replace(logits_TE=logits_TE))], mask=mask_BS)
+        results.append((value, *torch.autograd.grad(value, logits_TE)))
+    for value, gradient in results:
+        assert torch.equal(value, results[0][0])
+        assert torch.equal(gradient, results[0][1])
+        assert gradient[:8].abs().max() > 0
 
 
 def test_of_sequences_it_is_the_same_however_a_batch_is_cut_into_micro_batches():

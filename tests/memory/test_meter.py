@@ -99,6 +99,25 @@ def test_categories_are_what_they_say_and_sum_to_the_peak(gradients_go, monkeypa
         assert figures["expert_rows"] == ids.numel() * TOP_K
 
 
+def test_steps_are_those_of_the_modules_optimizers_together():
+    model = Decoder(LAYERS, HIDDEN, experts=EXPERTS, top_k=TOP_K, width=WIDTH, dropout=0.0)
+    ids, monitor = torch.randint(VOCABULARY, (2, 8)), MemoryMonitor(every_n_steps=1, folder=None)
+    halves = [torch.optim.SGD(half.parameters(), momentum=0.9) for half in (model.layers, model.head)]
+    size = sum(p.numel() * 4 for part in (model.layers, model.head) for p in part.parameters())
+    with monitor.watch(model):
+        for _ in range(3):
+            shift = torch.zeros(VOCABULARY, requires_grad=True)
+            inner = torch.optim.Adam([shift])
+            for _ in range(2):
+                (model(ids) + shift).square().sum().backward()
+                inner.step()
+            for optimizer in halves:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert [row["step"] for row in monitor.history] == [1, 2, 3]
+    assert monitor.history[-1]["optimizer/optimizer_state"] * GIB == size
+
+
 def test_resident_memory_and_its_peak():
     gauge = gauge_of(torch.device("cpu"))
     assert isinstance(gauge, HostGauge)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 from typing_extensions import override
 
 from lightning_moe.callbacks.routing import LayerCounts, RoutingCallback
@@ -21,7 +22,7 @@ class RouterBiasBalancer(RoutingCallback):
 
     (DeepSeek-V3 technical report, section 2.1.2.) ``c`` are the tokens of each expert since the last step, over all ranks and
     micro-batches; ``b`` is the router's ``selection_bias``, which takes part in the choice of experts and not in their weights.
-    Forwards in eval mode do not count.
+    Forwards in eval mode do not count, and optimizers that train other models move nothing.
 
     ``Trainer(callbacks=[RouterBiasBalancer()])`` and ``Fabric(callbacks=[RouterBiasBalancer()])`` are enough, under any
     strategy. In a loop of one's own, call :meth:`update` after each optimizer step, inside ``with balancer.watch(model):``.
@@ -42,24 +43,29 @@ class RouterBiasBalancer(RoutingCallback):
         self.update_speed = update_speed
 
     @override
-    def begin(self, layers: Mapping[str, MoELayer]) -> None:
-        self._layers = {name: layer for name, layer in layers.items() if layer.selection_bias is not None}
-        if not self._layers:
+    def find(self, model: nn.Module) -> Mapping[str, MoELayer]:
+        layers = {name: layer for name, layer in super().find(model).items() if layer.selection_bias is not None}
+        if not layers:
             raise ValueError(
                 f"`{type(self).__name__}` found no router with a `selection_bias`. Build routers with"
                 " `TopKRouter(..., selection_bias=True)`, or remove the callback."
             )
+        return layers
+
+    @override
+    def begin(self, layers: Mapping[str, MoELayer]) -> None:
+        self._layers = layers
         self._counts = LayerCounts(self._layers)
 
     @override
     def see(self, name: str, layer: MoELayer, routing: Routing) -> None:
-        if layer.training and name in self._layers:
+        if layer.training:
             self._counts.add(name, routing.ids_TK)
 
     @torch.no_grad()
     def update(self) -> None:
         """Move the biases by what was counted since the last call. All ranks call it; nothing waits for the device."""
-        if self._model is None or not self._counts.anything:
+        if self._model is None:
             return
         for name, slots in self._counts.over_ranks().items():
             counts_E, bias_E = slots[1:], self._layers[name].selection_bias
@@ -74,4 +80,5 @@ class RouterBiasBalancer(RoutingCallback):
 
     def on_after_optimizer_step(self, strategy: Any, optimizer: Any) -> None:
         """Fabric calls it."""
-        self.update()
+        if self._concerns(optimizer):
+            self.update()

@@ -61,7 +61,7 @@ class ExpertLoadMonitor(RoutingCallback):
         self._window: dict[bool, LayerCounts] = {}  # since the last log: True in training, False in eval mode
         self._logged: dict[bool, dict[str, Tensor]] = {True: {}, False: {}}  # all of the training; the last evaluation
         self._restored: dict[str, Tensor] | None = None  # a window that waits for its model
-        self._steps, self._stepping = 0, False
+        self._steps = 0
         self._fabric: Any = None
 
     @override
@@ -74,7 +74,6 @@ class ExpertLoadMonitor(RoutingCallback):
     @override
     def see(self, name: str, layer: MoELayer, routing: Routing) -> None:
         self._window[layer.training].add(name, routing.ids_TK)
-        self._stepping |= layer.training
 
     def compute(self, stage: str = "train") -> dict[str, float]:
         """What was counted since the last call, as numbers; the next call begins anew. All ranks call it.
@@ -135,23 +134,28 @@ class ExpertLoadMonitor(RoutingCallback):
 
     def _counted(self, training: bool) -> dict[str, Tensor]:
         """``[1 + E]`` int64 of each layer over all ranks since the last log, on the CPU. Here the host waits."""
-        if not self._window or not self._window[training].anything:
+        if not self._window:
             return {}
-        slots = self._window[training].over_ranks()
+        slots = self._window[training].over_ranks()  # also where this rank has counted nothing: others may have
         on_host = torch.split(torch.cat(list(slots.values())).cpu(), [len(layer) for layer in slots.values()])
-        return dict(zip(slots, on_host, strict=True))
+        return dict(zip(slots, on_host, strict=True)) if any(layer.any() for layer in on_host) else {}
 
-    def _is_due(self, every: int) -> bool:
-        """Count a step of an optimizer, if there was a forward since the last one; whether it is time to log."""
-        stepped, self._stepping = self._stepping, False
-        self._steps += stepped
-        return stepped and every > 0 and self._steps % every == 0
+    def _is_due(self, every: int, optimizer: Any) -> bool:
+        """Count an optimizer's step, one for all that train the model; whether it is time to log."""
+        is_new = self._optimizer_steps is not None and self._optimizer_steps.count(optimizer)
+        self._steps += is_new
+        return is_new and every > 0 and self._steps % every == 0
 
     # The Trainer; `fabric.call` gives no trainer
 
     @override
-    def on_before_optimizer_step(self, trainer: Trainer | None = None, *_: Any) -> None:
-        if trainer is not None and self._is_due(self.log_every_n_steps or trainer.log_every_n_steps):  # type: ignore[attr-defined]
+    def on_before_optimizer_step(
+        self, trainer: Trainer | None = None, pl_module: Any = None, optimizer: Any = None
+    ) -> None:
+        if trainer is None:
+            return
+        every: int = self.log_every_n_steps or trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if self._is_due(every, optimizer):
             self._log(trainer, "train")
 
     @override
@@ -209,7 +213,7 @@ class ExpertLoadMonitor(RoutingCallback):
 
     def on_after_optimizer_step(self, strategy: Any, optimizer: Any) -> None:
         """Fabric calls it."""
-        if self._is_due(self.log_every_n_steps or 50):
+        if self._concerns(optimizer) and self._is_due(self.log_every_n_steps or 50, optimizer):
             self.log_expert_load()
 
 

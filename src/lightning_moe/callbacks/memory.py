@@ -40,7 +40,11 @@ class MemoryMonitor(Anywhere):
       buffers of NVLink and DeepEP, lies beside the allocator.
 
     On a CPU, ``rss``, the process's resident memory, takes the place of what is allocated and reserved. The figures of a step
-    are logged when the next one ends, so that no host waits for a device or for another rank.
+    are logged when the next one ends, so that with NCCL no host waits for a device or for another rank; gloo, the backend of
+    CPUs, waits for all ranks in each step that is logged.
+
+    A step is one of the optimizers that train the model, all of them together; others in the process do not count. With the
+    Trainer, figures have the step that Lightning's own metrics have, which begins at 0.
 
     When memory runs out, the error gets a note that says in which phase and layer, what was largest, how many rows the ranks
     had, and what to change; and each rank to which it happens writes a snapshot for PyTorch's memory viewer
@@ -73,6 +77,7 @@ class MemoryMonitor(Anywhere):
         self._history: list[dict[str, float]] = []
         self._meter: Meter | None = None
         self._loggers: Sequence[Any] = ()
+        self._trainer: Trainer | None = None
         self._coming: tuple[int, OverRanks] | None = None
         self._rows_by_rank: list[float] = []
         self._recording = False
@@ -115,7 +120,7 @@ class MemoryMonitor(Anywhere):
         if self._recording:
             torch.cuda.memory._record_memory_history(enabled=None)
             self._recording = False
-        self._loggers, self._coming = (), None
+        self._loggers, self._trainer, self._coming = (), None, None
 
     @contextmanager
     def watch(self, module: nn.Module, loggers: Sequence[Any] = ()) -> Iterator[None]:
@@ -146,7 +151,8 @@ class MemoryMonitor(Anywhere):
     def _on_step(self, figures: dict[str, float] | None) -> None:
         self._deliver()
         if figures is not None and self._meter is not None:
-            self._coming = self._meter.step, OverRanks(list(figures.values()), self._meter.device)
+            step = self._meter.step if self._trainer is None else _step_of_metrics(self._trainer)
+            self._coming = step, OverRanks(list(figures.values()), self._meter.device)
 
     def _deliver(self) -> None:
         """Log the figures that have come from all ranks."""
@@ -162,9 +168,7 @@ class MemoryMonitor(Anywhere):
             logger.log_metrics(metrics, step)
         self._history.append({"step": step, **summary})
         if len(self._history) > _MOST_ROWS:
-            peak = f"peak_{self._meter.gauge.name}"
-            pairs = zip(self._history[::2], self._history[1::2], strict=False)
-            self._history = [max(pair, key=lambda row: row[peak]) for pair in pairs]
+            self._history = _halved(self._history, f"peak_{self._meter.gauge.name}")
 
     def _finish(self) -> None:
         try:
@@ -207,9 +211,12 @@ class MemoryMonitor(Anywhere):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.attach(pl_module, trainer.loggers, trainer.strategy.root_device)
         assert self._meter is not None
-        self._meter.step = trainer.global_step
+        self._trainer = trainer
+        self._meter.step = _step_of_metrics(trainer)
         for optimizer in trainer.optimizers:
-            self._meter.owners.add_optimizer(optimizer)
+            self._meter.add_optimizer(
+                getattr(optimizer, "optimizer", optimizer)
+            )  # DeepSpeed's wraps the one that steps
 
     @override
     def on_train_batch_start(self, trainer: Any = None, pl_module: Any = None, *_: Any) -> None:
@@ -260,6 +267,16 @@ class MemoryMonitor(Anywhere):
     def on_after_setup(self, fabric: Any, module: nn.Module) -> None:
         """Fabric calls it from ``fabric.setup``."""
         self.attach(module, fabric.loggers, fabric.device)
+
+
+def _step_of_metrics(trainer: Trainer) -> int:
+    """Where Lightning logs its own metrics: the batches before this one that ended in a step."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+def _halved(rows: Sequence[dict[str, float]], peak: str) -> list[dict[str, float]]:
+    """Of each two rows in turn the one with the higher peak. Rows of another device, before a run went on here, have none."""
+    return [max(rows[i : i + 2], key=lambda row: row.get(peak, 0.0)) for i in range(0, len(rows), 2)]
 
 
 def _record_history(device: torch.device) -> bool:

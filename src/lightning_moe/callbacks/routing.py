@@ -14,24 +14,36 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_moe._compat import FabricModule, LightningModule, Trainer
+from lightning_moe._compat import FabricModule, LightningModule, Trainer, rank_zero_warn
 from lightning_moe.callbacks.anywhere import Anywhere
 from lightning_moe.layers import MoELayer, Routing, moe_layers
+from lightning_moe.memory.steps import OptimizerSteps
 from lightning_moe.metrics import TokensPerExpert
 
 
 class RoutingCallback(Anywhere):
     """Watches the MoE layers of one model at a time. It knows torch alone, but for the hooks that attach and detach it.
 
-    A subclass says what it does with a model, in :meth:`begin`, and with a routing, in :meth:`see`.
+    A subclass says what it does with a model, in :meth:`begin`, and with a routing, in :meth:`see`; it may say in :meth:`find`
+    which layers it watches.
     """
 
     def __init__(self) -> None:
         self._model: nn.Module | None = None
         self._handles: list[RemovableHandle] = []
+        self._optimizer_steps: OptimizerSteps | None = None  # of the model
+
+    def find(self, model: nn.Module) -> Mapping[str, MoELayer]:
+        """The layers to watch in a model, by name.
+
+        Raises:
+            ValueError: It has none.
+
+        """
+        return moe_layers(model)
 
     def begin(self, layers: Mapping[str, MoELayer]) -> None:
-        """Take up a model: its MoE layers, by name."""
+        """Take up a model: the layers that :meth:`find` found."""
         raise NotImplementedError
 
     def see(self, name: str, layer: MoELayer, routing: Routing) -> None:
@@ -39,18 +51,25 @@ class RoutingCallback(Anywhere):
         raise NotImplementedError
 
     def attach(self, model: nn.Module) -> None:
-        """Watch a model from now on, and no other; the same model again changes nothing.
+        """Watch a model from now on; the same model again changes nothing.
 
         Raises:
-            ValueError: The model has no MoE layer to watch.
+            ValueError: The model has no MoE layer to watch, or another one is being watched. That one still is.
 
         """
-        model = model.module if isinstance(model, FabricModule) else model
+        model = _unwrapped(model)
         if self._model is model:
             return
-        self.detach()
-        layers = moe_layers(model)
+        layers = self.find(model)
+        if self._model is not None:
+            name = type(self).__name__
+            raise ValueError(
+                f"This `{name}` watches a `{type(self._model).__name__}` and cannot watch a `{type(model).__name__}` as well."
+                f" End the first with `detach()`, or give each model its own, by `with {name}().watch(model):`."
+            )
         self.begin(layers)
+        self._optimizer_steps = OptimizerSteps()
+        self._optimizer_steps.add_module(model)
         self._handles = [layer.register_routing_hook(partial(self._see, name)) for name, layer in layers.items()]
         self._model = model
 
@@ -58,7 +77,7 @@ class RoutingCallback(Anywhere):
         """Leave the model as it was. What was counted stays."""
         for handle in self._handles:
             handle.remove()
-        self._handles, self._model = [], None
+        self._handles, self._model, self._optimizer_steps = [], None, None
 
     @contextmanager
     def watch(self, model: nn.Module) -> Iterator[Self]:
@@ -68,6 +87,10 @@ class RoutingCallback(Anywhere):
             yield self
         finally:
             self.detach()
+
+    def _concerns(self, optimizer: Any) -> bool:
+        """Whether an optimizer trains the model that is watched."""
+        return self._optimizer_steps is not None and self._optimizer_steps.concern(optimizer)
 
     def _see(self, name: str, layer: MoELayer, routing: Routing, _: torch.Size) -> None:
         self.see(name, layer, routing)
@@ -96,9 +119,20 @@ class RoutingCallback(Anywhere):
     def on_after_setup(self, fabric: Any, module: Any) -> None:
         """Attach to a model that was set up: ``fabric.setup`` calls it, and ``fabric.call("on_train_end")`` ends it.
 
+        A model that has nothing to watch is passed over, with a warning as long as no other is watched.
         After ``fabric.setup_module``, which calls nothing: ``fabric.call("on_after_setup", fabric=fabric, module=model)``.
         """
+        try:
+            self.find(_unwrapped(module))
+        except ValueError as error:
+            if self._model is None:
+                rank_zero_warn(f"`{type(self).__name__}` watches nothing so far. {error}")
+            return
         self.attach(module)
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    return model.module if isinstance(model, FabricModule) else model
 
 
 class LayerCounts:
@@ -114,9 +148,13 @@ class LayerCounts:
         for name, layer in layers.items():
             names[layer.experts.num_experts].append(name)
         self._names = dict(names)
-        self._metrics = {num_experts: TokensPerExpert(num_experts, len(group)) for num_experts, group in names.items()}
+        device = next(next(iter(layers.values())).experts.parameters()).device
+        self._device = torch.device("cpu") if device.type == "meta" else device  # of the same kind on all ranks
+        self._metrics = {
+            num_experts: TokensPerExpert(num_experts, len(group)).to(self._device)
+            for num_experts, group in names.items()
+        }
         self._places = {name: (key, row) for key, group in names.items() for row, name in enumerate(group)}
-        self.anything = False
 
     def add(self, name: str, ids_TK: Tensor) -> None:
         """Count a layer's batch."""
@@ -124,15 +162,15 @@ class LayerCounts:
         if self._metrics[key].device != ids_TK.device:
             self._metrics[key].to(ids_TK.device)
         self._metrics[key].update(ids_TK, row)
-        self.anything = True
 
     def over_ranks(self) -> dict[str, Tensor]:
         """By layer, ``[1 + E]`` int64 on the device: slots that go nowhere, then tokens of each expert, over all ranks.
 
-        A collective call; nothing waits for the device.
+        A collective call, whether or not this rank has counted anything; nothing waits for the device.
         """
         slots: dict[str, Tensor] = {}
         for key, metric in self._metrics.items():
+            metric.to(self._device)  # not where the last batch was: a rank may have had none
             with metric.sync_context(dist_sync_fn=_sum_over_ranks):
                 slots |= zip(self._names[key], metric.slots.view(-1, 1 + key).unbind(), strict=True)
         return {name: slots[name] for name in self._places}
@@ -145,7 +183,6 @@ class LayerCounts:
                 zero = torch.zeros(1 + key, dtype=torch.int64)
                 rows = [slots.get(name, zero) for name in self._names[key]]
                 metric.slots = torch.cat(rows).to(metric.slots)
-        self.anything = bool(slots)
 
 
 def _is_distributed() -> bool:
@@ -154,6 +191,7 @@ def _is_distributed() -> bool:
 
 def _sum_over_ranks(slots: Tensor, group: Any = None) -> list[Tensor]:
     """For torchmetrics, which would gather every rank's and add up."""
-    slots = slots.clone()
+    is_left_behind = slots.device.type == "cpu" and "cpu:" not in dist.get_backend_config()  # the model moved since
+    slots = slots.to("cuda") if is_left_behind else slots.clone()
     dist.all_reduce(slots, group=group)
     return [slots]

@@ -44,7 +44,8 @@ def load_balancing_loss(routing: Sequence[RoutingRecord], scope: Scope = "batch"
 
     Raises:
         ValueError: Nothing was recorded, the scope is unknown or asks for sequences where there are none, or the mask has
-            another number of tokens.
+            another number of tokens; and, where gradients are wanted, a layer was in training mode but its forward ran without
+            a graph.
 
     """
     if scope not in get_args(Scope):
@@ -85,15 +86,15 @@ def router_z_loss(routing: Sequence[RoutingRecord], mask: Tensor | None = None) 
         A scalar, float32 (float64 for float64 logits).
 
     Raises:
-        ValueError: Nothing was recorded, or the mask has another number of tokens.
+        ValueError: Nothing was recorded, or the mask has another number of tokens; and, where gradients are wanted, as above.
 
     """
     _check(routing, mask)
     losses = []
     for record in routing:
+        record, kept_T = _masked(record, mask)
         logits_TE = record.routing.logits_TE
         squares_T = (logits_TE if logits_TE.dtype == torch.float64 else logits_TE.float()).logsumexp(-1).square()
-        kept_T = _kept(record, mask)
         losses.append((squares_T * kept_T).sum() / kept_T.sum().clamp(min=1))
     return torch.stack(losses).mean()
 
@@ -102,7 +103,8 @@ class _GroupSums:
     """Counts and sums of scores over each group of N tokens: what the loss is made of."""
 
     def __init__(self, record: RoutingRecord, num_groups: int, mask: Tensor | None) -> None:
-        scores_TE, kept_T = record.scores(), _kept(record, mask)
+        record, kept_T = _masked(record, mask)
+        scores_TE = record.scores()
         self.top_k, self.num_experts, self.num_groups = record.top_k, scores_TE.shape[1], max(num_groups, 1)
         ids_TK = scores_TE.detach().topk(self.top_k, dim=-1)[1]
         shape = self.num_groups, len(kept_T) // self.num_groups
@@ -120,12 +122,17 @@ class _GroupSums:
         return (load_GE * (self.sums_GE * world_size / tokens_G1)).sum() / self.num_groups
 
 
-def _kept(record: RoutingRecord, mask: Tensor | None) -> Tensor:
-    """``[T]`` int64: 1 for a token that counts."""
-    num_tokens, device = len(record.routing.logits_TE), record.routing.logits_TE.device
+def _masked(record: RoutingRecord, mask: Tensor | None) -> tuple[RoutingRecord, Tensor]:
+    """The record with logits 0 for a token that does not count, and ``[T]`` int64: 1 for one that does.
+
+    What stands at padding may be NaN, and zero times that would be as well, in the loss and in every gradient.
+    """
+    logits_TE = record.routing.logits_TE
     if mask is None:
-        return torch.ones(num_tokens, dtype=torch.int64, device=device)
-    return (mask.reshape(-1).to(device) != 0).long()
+        return record, torch.ones(len(logits_TE), dtype=torch.int64, device=logits_TE.device)
+    is_kept_T = mask.reshape(-1).to(logits_TE.device) != 0
+    routing = record.routing._replace(logits_TE=torch.where(is_kept_T[:, None], logits_TE, 0))
+    return record._replace(routing=routing), is_kept_T.long()
 
 
 def _check(routing: Sequence[RoutingRecord], mask: Tensor | None) -> None:
@@ -134,6 +141,12 @@ def _check(routing: Sequence[RoutingRecord], mask: Tensor | None) -> None:
             "Nothing was recorded. Run the forward inside `with record_routing(model) as routing:`, then compute the losses."
         )
     for record in routing:
+        if record.in_training and torch.is_grad_enabled() and not record.routing.logits_TE.requires_grad:
+            raise ValueError(
+                f"`{record.name}` was recorded in training mode, but without a graph, so a loss would teach its router nothing."
+                " Where the forward runs in `torch.utils.checkpoint`, pass `use_reentrant=False`; where no gradient is wanted,"
+                " compute the loss under `torch.no_grad()` too."
+            )
         if mask is not None and mask.numel() != record.shape.numel():
             raise ValueError(
                 f"Expected argument `mask` to have as many tokens as the batch, {list(record.shape)}, but got one of shape"

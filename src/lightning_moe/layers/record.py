@@ -21,6 +21,7 @@ class RoutingRecord(NamedTuple):
         routing: Of T tokens; logits and weights with their graph.
         shape: Of the tokens in the batch: ``[B, S]`` for B sequences of S tokens, ``T = B S``.
         score_function: What makes the router's scores of its logits.
+        in_training: Whether the router was to learn from it: in training mode, with parameters that are trained.
 
     """
 
@@ -28,6 +29,7 @@ class RoutingRecord(NamedTuple):
     routing: Routing
     shape: torch.Size
     score_function: ScoreFunction
+    in_training: bool = False
 
     @property
     def top_k(self) -> int:
@@ -88,7 +90,9 @@ def record_routing(model: nn.Module) -> Iterator[list[RoutingRecord]]:
 
     def watch(name: str, layer: MoELayer) -> torch.utils.hooks.RemovableHandle:
         return layer.register_routing_hook(
-            lambda layer, routing, shape: records.append(RoutingRecord(name, routing, shape, layer.score_function))
+            lambda layer, routing, shape: records.append(
+                RoutingRecord(name, routing, shape, layer.score_function, _is_in_training(layer))
+            )
         )
 
     handles = [watch(name, layer) for name, layer in moe_layers(model).items()]
@@ -97,3 +101,12 @@ def record_routing(model: nn.Module) -> Iterator[list[RoutingRecord]]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _is_in_training(layer: MoELayer) -> bool:
+    """See :class:`RoutingRecord`. A router goes by several names, or is the layer itself."""
+    return layer.training and any(
+        parameter.requires_grad
+        for name, parameter in layer.named_parameters()
+        if not name.startswith(("experts.", "shared_experts."))
+    )

@@ -1,8 +1,9 @@
 """Memory by phase of a training step, read where the phases meet; and where training is, in case memory ends there.
 
 It learns of phases from hooks of torch: forward begins where a module that it is attached to is called, backward where a
-gradient enters that module's output, the optimizer's part with ``step()``, and with that a step ends. Whoever knows better says
-so by :meth:`Meter.enter`.
+gradient enters that module's output, the optimizer's part with ``step()``, and with that a step ends. Where several optimizers
+train the modules, it ends with the first one's, and the others' counts in the next. Whoever knows better says so by
+:meth:`Meter.enter`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from lightning_moe.dispatch.base import Plan
 from lightning_moe.layers import GroupedExperts
 from lightning_moe.memory.gauge import Gauge, Reading, gauge_of
 from lightning_moe.memory.owners import CATEGORIES, OUTSIDE, TEMPORARY, Owners
+from lightning_moe.memory.steps import OptimizerSteps
 from lightning_moe.overlap.function import watchers
 
 PHASES = ("forward", "backward", "optimizer")
@@ -76,6 +78,7 @@ class Meter:
         self._held: dict[str, int] | None = None  # where the phase began
         self._tokens = 0
         self._modules: WeakSet[nn.Module] = WeakSet()
+        self._steps = OptimizerSteps()
         self._handles = [
             register_optimizer_step_pre_hook(self._before_optimizer),
             register_optimizer_step_post_hook(self._after_optimizer),
@@ -107,6 +110,7 @@ class Meter:
             return
         self._modules.add(module)
         self.owners.add_module(module)
+        self._steps.add_module(module)
         for root in roots:
             self._handles.append(root.register_forward_pre_hook(self._before_root))
             self._handles.append(root.register_forward_hook(self._after_root))
@@ -115,6 +119,11 @@ class Meter:
             layer, outer = module.get_submodule(name), _outer(name, names)
             self._handles.append(layer.register_forward_pre_hook(partial(self._before_layer, name)))
             self._handles.append(layer.register_forward_hook(partial(self._after_layer, name, outer)))
+
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        """Follow an optimizer before its first step, or one that has none of the modules' parameters."""
+        self.owners.add_optimizer(optimizer)
+        self._steps.add_optimizer(optimizer)
 
     def detach(self) -> None:
         """Leave no hook behind; a second time there is nothing to do."""
@@ -201,12 +210,19 @@ class Meter:
         self.owners.keep(kept)
 
     def _before_optimizer(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._steps.concern(optimizer):
+            return
         self.owners.add_optimizer(optimizer)
         if len(args) == 1 and kwargs.get("closure") is None:  # a closure's forward and backward are still to come
             self.enter("optimizer")
 
-    def _after_optimizer(self, *_: Any) -> None:
-        self._end_step()
+    def _after_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
+        if not self._steps.concern(optimizer):
+            return
+        if self._steps.count(optimizer):
+            self._end_step()
+        else:
+            self.enter(None)
 
 
 def _inside(held: dict[str, int]) -> int:

@@ -9,13 +9,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_moe.buffers import held_bytes
-from lightning_moe.ops.local import sharded_parameters
+from lightning_moe.ops.local import local_part, sharded_parameters
 
 Referent = TypeVar("Referent")
 
@@ -88,8 +87,7 @@ class Owners:
         for tensor in tensors:
             if tensor is None or tensor.device != self._device:
                 continue
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            storage = local.untyped_storage()
+            storage = local_part(tensor).untyped_storage()
             if storage._cdata not in seen:
                 seen.add(storage._cdata)
                 total += storage.nbytes()

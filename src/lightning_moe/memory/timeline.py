@@ -15,7 +15,8 @@ def save_timeline(rows: Sequence[Row], path: Path) -> None:
     """Write a PNG, a panel for each phase: categories stacked, in GiB, of the rank with the highest peak.
 
     Args:
-        rows: From :func:`~lightning_moe.memory.summary.summarize`, with the ``step`` of each.
+        rows: From :func:`~lightning_moe.memory.summary.summarize`, with the ``step`` of each. Of a run that went on on another
+            kind of device, those are drawn that have the last one's figures.
         path: Of the file.
 
     Raises:
@@ -25,6 +26,8 @@ def save_timeline(rows: Sequence[Row], path: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 8), layout="constrained")
+    peaks = {name for name in rows[-1] if name.startswith("forward/peak_") and not name.endswith("_spread")}
+    rows = [row for row in rows if peaks <= row.keys()]
     steps = [row["step"] for row in rows]
     categories = [*CATEGORIES, TEMPORARY]
     for phase, axis in zip(PHASES, figure.subplots(len(PHASES), 1, sharex=True, sharey=True), strict=True):
