@@ -143,9 +143,9 @@ def _check(routing: Sequence[RoutingRecord], mask: Tensor | None) -> None:
     for record in routing:
         if record.in_training and torch.is_grad_enabled() and not record.routing.logits_TE.requires_grad:
             raise ValueError(
-                f"`{record.name}` was recorded in training mode, but without a graph, so a loss would teach its router nothing."
-                " Where the forward runs in `torch.utils.checkpoint`, pass `use_reentrant=False`; where no gradient is wanted,"
-                " compute the loss under `torch.no_grad()` too."
+                f"`{record.name or 'MoELayer'}` was recorded in training mode, but without a graph: its router would learn"
+                " nothing. Where the forward runs in `torch.utils.checkpoint`, pass `use_reentrant=False`; where no gradient"
+                " is wanted, compute the loss under `torch.no_grad()` too."
             )
         if mask is not None and mask.numel() != record.shape.numel():
             raise ValueError(

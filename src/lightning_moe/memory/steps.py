@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from lightning_moe.memory.owners import sharded_parameters
+from lightning_moe.ops.local import sharded_parameters
 
 
 class OptimizerSteps:

@@ -26,8 +26,7 @@ def save_timeline(rows: Sequence[Row], path: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 8), layout="constrained")
-    peaks = {name for name in rows[-1] if name.startswith("forward/peak_") and not name.endswith("_spread")}
-    rows = [row for row in rows if peaks <= row.keys()]
+    rows = [row for row in rows if _peaks(row) == _peaks(rows[-1])]
     steps = [row["step"] for row in rows]
     categories = [*CATEGORIES, TEMPORARY]
     for phase, axis in zip(PHASES, figure.subplots(len(PHASES), 1, sharex=True, sharey=True), strict=True):
@@ -43,3 +42,8 @@ def save_timeline(rows: Sequence[Row], path: Path) -> None:
     figure.suptitle("Memory at each phase's peak, of the fullest rank", fontsize=11)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100)
+
+
+def _peaks(row: Row) -> set[str]:
+    """What a device tells: a CPU has nothing reserved, and another name for what is used."""
+    return {name for name in row if name.startswith("forward/peak_") and not name.endswith("_spread")}
