@@ -24,6 +24,7 @@ from lightning_moe.bench.processes import environment, launch
 from lightning_moe.bench.report import machine, save
 from lightning_moe.bench.storages import kept_bytes
 from lightning_moe.dispatch import DISPATCHERS, select_dispatcher
+from lightning_moe.dispatch.select import DispatcherName
 from lightning_moe.layers import SharedExperts
 from lightning_moe.parallel.apply import Parallelism, find_blocks, parallelize
 from lightning_moe.parallel.mesh import MoEMesh
@@ -136,7 +137,6 @@ def widths_of(arguments: argparse.Namespace) -> Widths:
 
 def build(name: str, device: torch.device, arguments: argparse.Namespace) -> tuple[nn.Module, Tensor]:
     """The model, set up under a policy, and its input ``[1, S, H]``; bfloat16, or float32 on a CPU."""
-    size = dist.get_world_size()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     torch.manual_seed(SEED)
     with device:
@@ -145,10 +145,19 @@ def build(name: str, device: torch.device, arguments: argparse.Namespace) -> tup
     if name == CHECKPOINT:
         for shared in [module for module in model.modules() if isinstance(module, SharedExperts)]:
             shared.forward = partial(checkpoint, shared.forward, use_reentrant=False)  # type: ignore[method-assign]
-    blocks, mesh = find_blocks(model), MoEMesh.build(device.type, size, size)
-    choice = select_dispatcher(arguments.dispatcher, mesh.expert_parallel_group, device, dtype=dtype)
-    parallelize([model], blocks, Parallelism(mesh, choice, arguments.chunks, policy_of(name), None, True))
+    distribute(model, policy_of(name), arguments.chunks, arguments.dispatcher, device)
     return model, x
+
+
+def distribute(
+    model: nn.Module, policy: RecomputePolicy, num_chunks: int, dispatcher: DispatcherName, device: torch.device
+) -> None:
+    """Shard a model in place as the strategy does it, its experts over all ranks."""
+    size = dist.get_world_size()
+    blocks, mesh = find_blocks(model), MoEMesh.build(device.type, size, size)
+    dtype = blocks[0].layer.experts.gate_up_proj.dtype
+    choice = select_dispatcher(dispatcher, mesh.expert_parallel_group, device, dtype=dtype)
+    parallelize([model], blocks, Parallelism(mesh, choice, num_chunks, policy, None, True))
 
 
 def _measure(name: str, device: torch.device, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -177,14 +186,7 @@ def _steps(model: nn.Module, x: Tensor, repeats: int) -> tuple[list[float], dict
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    times = []
-    for _ in range(repeats):
-        dist.barrier()
-        synchronize(x.device)
-        begin = time.perf_counter()
-        step(model, x)
-        synchronize(x.device)
-        times.append((time.perf_counter() - begin) * 1e3)
+    times = [timed(model, x) for _ in range(repeats)]
     peaks = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()) if x.is_cuda else (0, 0)
     return times, {"allocated_gib": peaks[0] / 2**30, "reserved_gib": peaks[1] / 2**30}
 
@@ -192,6 +194,16 @@ def _steps(model: nn.Module, x: Tensor, repeats: int) -> tuple[list[float], dict
 def step(model: nn.Module, x: Tensor) -> None:
     """A forward and a backward; gradients add up."""
     model(x).float().square().mean().backward()
+
+
+def timed(model: nn.Module, x: Tensor) -> float:
+    """Milliseconds of a step on this rank; all begin together."""
+    dist.barrier()
+    synchronize(x.device)
+    begin = time.perf_counter()
+    step(model, x)
+    synchronize(x.device)
+    return (time.perf_counter() - begin) * 1e3
 
 
 def synchronize(device: torch.device) -> None:

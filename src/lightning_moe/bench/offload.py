@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 
-from lightning_moe.bench.memory import SEED, add_model_arguments, build, policy_of, step, synchronize, widths_of
+from lightning_moe.bench.memory import SEED, add_model_arguments, build, policy_of, synchronize, timed, widths_of
 from lightning_moe.bench.processes import environment, launch
 from lightning_moe.bench.report import machine, save
 from lightning_moe.offload import ActivationOffloader
@@ -137,14 +137,9 @@ def _measure(
 
 def _timed(model: nn.Module, x: Tensor) -> tuple[float, int]:
     """Milliseconds and peak bytes of a step on this rank, everything included; no bytes on a CPU."""
-    dist.barrier()
-    synchronize(x.device)
     if x.is_cuda:
         torch.cuda.reset_peak_memory_stats()
-    begin = time.perf_counter()
-    step(model, x)
-    synchronize(x.device)
-    return (time.perf_counter() - begin) * 1e3, torch.cuda.max_memory_allocated() if x.is_cuda else 0
+    return timed(model, x), torch.cuda.max_memory_allocated() if x.is_cuda else 0
 
 
 def _halves(model: nn.Module, x: Tensor) -> tuple[float, float]:

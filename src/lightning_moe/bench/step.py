@@ -21,15 +21,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from lightning_moe.bench.memory import synchronize
+from lightning_moe.bench.memory import distribute, synchronize
 from lightning_moe.bench.processes import environment, launch
 from lightning_moe.bench.report import machine, save
-from lightning_moe.dispatch import DISPATCHERS, select_dispatcher
+from lightning_moe.dispatch import DISPATCHERS
 from lightning_moe.models.rotary import keep_rotary_in_float32
-from lightning_moe.parallel.apply import Parallelism, find_blocks, parallelize, reshard
+from lightning_moe.parallel.apply import reshard
 from lightning_moe.parallel.gradients import clip_grad_norm_
 from lightning_moe.parallel.materialize import materialize
-from lightning_moe.parallel.mesh import MoEMesh
 from lightning_moe.recompute import RecomputePolicy
 from lightning_moe.strategies.core import no_gradient_sync
 
@@ -163,11 +162,8 @@ def _build(chunks: int, device: torch.device, arguments: argparse.Namespace) -> 
     with torch.device("meta"):
         model: nn.Module = Qwen3MoeForCausalLM(config)  # type: ignore[no-untyped-call]
     model.to(dtype)
-    blocks, mesh = find_blocks(model), MoEMesh.build(device.type, arguments.ep, arguments.ep)
-    choice = select_dispatcher(arguments.dispatcher, mesh.expert_parallel_group, device, dtype=dtype)
-    policy = RecomputePolicy.of(arguments.recompute)
     keep_rotary_in_float32(model)
-    parallelize([model], blocks, Parallelism(mesh, choice, chunks, policy, None, True))
+    distribute(model, RecomputePolicy.of(arguments.recompute), chunks, arguments.dispatcher, device)
     materialize(model, device)
     return model.train()
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_moe._compat import Callback
+from torch import nn
+
+from lightning_moe._compat import Callback, FabricModule
 
 
 class Anywhere(Callback):
@@ -18,3 +20,8 @@ def _nothing(*_: Any, **__: Any) -> None:
 for _name in vars(Callback):
     if _name.startswith("on_"):
         setattr(Anywhere, _name, _nothing)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """What Fabric wrapped, with the names that its owner knows."""
+    return model.module if isinstance(model, FabricModule) else model

@@ -11,13 +11,14 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from lightning_moe._compat import FabricModule, LightningModule, Trainer, rank_zero_warn
-from lightning_moe.callbacks.anywhere import Anywhere
+from lightning_moe._compat import LightningModule, Trainer, rank_zero_warn
+from lightning_moe.callbacks.anywhere import Anywhere, unwrapped
 from lightning_moe.memory.meter import Meter
 from lightning_moe.memory.out_of_memory import Situation, explain, is_out_of_memory
-from lightning_moe.memory.over_ranks import OverRanks, rank
+from lightning_moe.memory.over_ranks import OverRanks
 from lightning_moe.memory.summary import summarize
 from lightning_moe.memory.timeline import save_timeline
+from lightning_moe.ops.local import this_rank
 
 _MOST_ROWS = 2048  # of the history
 _MOST_EVENTS = 50_000  # of the allocator, that a snapshot shows; a few KB each
@@ -96,7 +97,7 @@ class MemoryMonitor(Anywhere):
             ValueError: It has no parameters, or they are on the meta device.
 
         """
-        module = module.module if isinstance(module, FabricModule) else module
+        module = unwrapped(module)
         parameter = next(module.parameters(), None)
         if parameter is None or parameter.is_meta:
             raise ValueError(
@@ -172,7 +173,7 @@ class MemoryMonitor(Anywhere):
 
     def _finish(self) -> None:
         try:
-            if self._folder is not None and self._history and rank() == 0:
+            if self._folder is not None and self._history and this_rank() == 0:
                 save_timeline(self._history, self._folder / "timeline.png")
         except (ImportError, OSError) as error:  # not worth a training
             rank_zero_warn(
@@ -185,7 +186,7 @@ class MemoryMonitor(Anywhere):
     def _explain(self, meter: Meter) -> str:
         reading = meter.gauge.read()
         situation = Situation(
-            rank(),
+            this_rank(),
             meter.step,
             meter.phase,
             meter.where,
@@ -197,7 +198,7 @@ class MemoryMonitor(Anywhere):
         message = explain(situation)
         if self._folder is None or meter.device.type != "cuda":
             return message
-        path = self._folder / f"out-of-memory-rank{rank()}-step{meter.step}.pickle"
+        path = self._folder / f"out-of-memory-rank{this_rank()}-step{meter.step}.pickle"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]

@@ -10,14 +10,32 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_moe._compat import FabricModule, LightningModule, Trainer, rank_zero_warn
-from lightning_moe.callbacks.anywhere import Anywhere
+from lightning_moe._compat import LightningModule, Trainer, rank_zero_warn
+from lightning_moe.callbacks.anywhere import Anywhere, unwrapped
 from lightning_moe.offload import ActivationOffloader, ModelOffloader
 from lightning_moe.offload.copies import empty_host_cache
 from lightning_moe.offload.selection import NothingToOffloadError
 
 
-class ActivationOffload(Anywhere):
+class _Offload(Anywhere):
+    """How both callbacks end, whatever happens."""
+
+    def detach(self) -> None:
+        """Leave nothing behind."""
+        raise NotImplementedError
+
+    @override
+    def on_exception(self, *_: Any, **__: Any) -> None:
+        # `teardown` is not called then; and where the device fails or is full, the other callbacks and the strategy come first
+        with suppress(RuntimeError):
+            self.detach()
+
+    @override
+    def teardown(self, *_: Any, **__: Any) -> None:
+        self.detach()
+
+
+class ActivationOffload(_Offload):
     """Keeps in pinned host memory what a model's layers save for backward: copied out and fetched back beside the compute.
 
     For any strategy. Gradients are the same to the bit. With the Trainer it works from the beginning of a fit to its end; with
@@ -56,12 +74,13 @@ class ActivationOffload(Anywhere):
 
     def attach(self, model: nn.Module) -> None:
         """Begin with one more model, which may be wrapped by Fabric. The same model again changes nothing."""
-        self.offloader.attach(_unwrapped(model))
+        self.offloader.attach(unwrapped(model))
         if not any(parameter.is_cuda for parameter in model.parameters()):
             rank_zero_warn(
                 f"`{type(self).__name__}` saves no memory on a CPU: what it copies is in host memory already."
             )
 
+    @override
     def detach(self) -> None:
         """End: no hook, stream or host memory is left."""
         self.offloader.detach()
@@ -74,16 +93,6 @@ class ActivationOffload(Anywhere):
     def on_train_end(self, *_: Any, **__: Any) -> None:
         self.detach()
 
-    @override
-    def on_exception(self, *_: Any, **__: Any) -> None:
-        # `teardown` is not called then; and where the device fails or is full, the other callbacks and the strategy come first
-        with suppress(RuntimeError):
-            self.detach()
-
-    @override
-    def teardown(self, *_: Any, **__: Any) -> None:
-        self.detach()
-
     def on_after_setup(self, fabric: Any, module: nn.Module) -> None:
         """Is called by Fabric."""
         try:
@@ -92,7 +101,7 @@ class ActivationOffload(Anywhere):
             rank_zero_warn(f"`{type(self).__name__}` passes a model over: {error}")
 
 
-class ModelOffload(Anywhere):
+class ModelOffload(_Offload):
     """Moves models, their gradients and the optimizers' state to the host between phases, and back.
 
     At hooks of your choice, or by calling :meth:`offload` and :meth:`reload` on every process. Training goes on to the bit as
@@ -121,7 +130,7 @@ class ModelOffload(Anywhere):
 
     def __init__(self, offload_at: str | Sequence[str] = (), reload_at: str | Sequence[str] = ()) -> None:
         leave, come_back = ([at] if isinstance(at, str) else list(at) for at in (offload_at, reload_at))
-        own = set(vars(ModelOffload)) | (set(leave) & set(come_back))
+        own = set(vars(ModelOffload)) | set(vars(_Offload)) | (set(leave) & set(come_back))
         for hook in (*leave, *come_back):
             if hook in own:
                 raise ValueError(f"`{type(self).__name__}` cannot offload or reload at {hook!r}: choose another hook.")
@@ -135,11 +144,12 @@ class ModelOffload(Anywhere):
     def attach(self, model: nn.Module, optimizers: Sequence[Optimizer] = ()) -> None:
         """Say what else is to be moved. Models and optimizers may be wrapped by Fabric; known ones change nothing."""
         if self._offloader is None:
-            self._offloader = ModelOffloader(_unwrapped(model))
-        self._offloader.add_module(_unwrapped(model))
+            self._offloader = ModelOffloader(unwrapped(model))
+        self._offloader.add_module(unwrapped(model))
         for optimizer in optimizers:
             self._offloader.add_optimizer(getattr(optimizer, "optimizer", optimizer))
 
+    @override
     def detach(self) -> None:
         """Bring back what is away, and forget all models.
 
@@ -187,16 +197,6 @@ class ModelOffload(Anywhere):
             self._offloader.reload()
         self.attach(pl_module, trainer.optimizers)
 
-    @override
-    def on_exception(self, *_: Any, **__: Any) -> None:
-        # `teardown` is not called then; and where the device fails or is full, the other callbacks and the strategy come first
-        with suppress(RuntimeError):
-            self.detach()
-
-    @override
-    def teardown(self, *_: Any, **__: Any) -> None:
-        self.detach()
-
     def on_after_setup(self, fabric: Any, module: nn.Module) -> None:
         """Is called by Fabric."""
         if next(module.parameters(), None) is not None:
@@ -206,8 +206,3 @@ class ModelOffload(Anywhere):
         """Is called by Fabric."""
         if self._offloader is not None:
             self._offloader.add_optimizer(optimizer)
-
-
-def _unwrapped(model: nn.Module) -> nn.Module:
-    """What Fabric wrapped, with the names that its owner knows."""
-    return model.module if isinstance(model, FabricModule) else model

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_moe._compat import FabricModule, LightningModule, Trainer, rank_zero_warn
-from lightning_moe.callbacks.anywhere import Anywhere
+from lightning_moe._compat import LightningModule, Trainer, rank_zero_warn
+from lightning_moe.callbacks.anywhere import Anywhere, unwrapped
 from lightning_moe.layers import MoELayer, Routing, moe_layers
 from lightning_moe.memory.steps import OptimizerSteps
 from lightning_moe.metrics import TokensPerExpert
+from lightning_moe.ops.local import this_rank
 
 
 class RoutingCallback(Anywhere):
@@ -57,7 +58,7 @@ class RoutingCallback(Anywhere):
             ValueError: The model has no MoE layer to watch, or another one is being watched. That one still is.
 
         """
-        model = _unwrapped(model)
+        model = unwrapped(model)
         if self._model is model:
             return
         layers = self.find(model)
@@ -123,16 +124,12 @@ class RoutingCallback(Anywhere):
         After ``fabric.setup_module``, which calls nothing: ``fabric.call("on_after_setup", fabric=fabric, module=model)``.
         """
         try:
-            self.find(_unwrapped(module))
+            self.find(unwrapped(module))
         except ValueError as error:
             if self._model is None:
                 rank_zero_warn(f"`{type(self).__name__}` watches nothing so far. {error}")
             return
         self.attach(module)
-
-
-def _unwrapped(model: nn.Module) -> nn.Module:
-    return model.module if isinstance(model, FabricModule) else model
 
 
 class LayerCounts:
@@ -179,14 +176,10 @@ class LayerCounts:
         """Begin anew, or at counts over all ranks from :meth:`over_ranks`; a layer that these do not have begins at zero."""
         for key, metric in self._metrics.items():
             metric.reset()
-            if slots and (not _is_distributed() or dist.get_rank() == 0):  # the others' part is in it
+            if slots and this_rank() == 0:  # the others' part is in it
                 zero = torch.zeros(1 + key, dtype=torch.int64)
                 rows = [slots.get(name, zero) for name in self._names[key]]
                 metric.slots = torch.cat(rows).to(metric.slots)
-
-
-def _is_distributed() -> bool:
-    return dist.is_available() and dist.is_initialized()
 
 
 def _sum_over_ranks(slots: Tensor, group: Any = None) -> list[Tensor]:

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_moe.checkpoint.ranks import on_all_ranks
 from lightning_moe.checkpoint.save import packed, save_folder
+from lightning_moe.ops.local import this_rank
 
 _log = logging.getLogger(__name__)
 
@@ -114,5 +115,5 @@ def _copied(tensor: Tensor) -> Tensor:
 
 def _on_first_rank(write: Callable[[], None], group: dist.ProcessGroup | None) -> None:
     with on_all_ranks(group):
-        if not dist.is_initialized() or dist.get_rank() == 0:
+        if this_rank() == 0:
             write()

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.optim import Optimizer
@@ -25,6 +24,7 @@ from lightning_moe.checkpoint.place import put_back
 from lightning_moe.checkpoint.ranks import on_all_ranks
 from lightning_moe.checkpoint.shards import empty_shard
 from lightning_moe.checkpoint.sources import File, Source, open_source, read_file
+from lightning_moe.ops.local import this_rank
 
 Sizes = Mapping[str, torch.Size | None]
 
@@ -144,7 +144,7 @@ def _read(source: Source, key: str, module: nn.Module, strict: bool) -> dict[str
 
 def _put_back(path: Path) -> None:
     with on_all_ranks():
-        if not dist.is_initialized() or dist.get_rank() == 0:
+        if this_rank() == 0:
             put_back(path)
 
 

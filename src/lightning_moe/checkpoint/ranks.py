@@ -1,9 +1,10 @@
-"""An error on one rank is an error on every rank."""
+"""What ranks tell each other: an error on one rank is an error on every rank."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch.distributed as dist
 
@@ -25,13 +26,18 @@ def on_all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None]:
         yield
     except Exception as error:
         failure = error
-    said = None if failure is None else f"{type(failure).__name__}: {failure}"
-    heard = [said]
-    if dist.is_initialized():
-        heard = [None] * dist.get_world_size(group)
-        dist.all_gather_object(heard, said, group)
+    heard = gather(None if failure is None else f"{type(failure).__name__}: {failure}", group)
     if failure is not None:
         raise failure
     for rank, message in enumerate(heard):
         if message is not None:
             raise RuntimeError(f"Rank {rank} failed: {message}")
+
+
+def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Every rank's value, which must be picklable; without a process group this process's alone. Collective."""
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group)
+    return values

@@ -20,6 +20,7 @@ from lightning_moe.checkpoint.optimizer import owner
 from lightning_moe.checkpoint.place import partial_path, prepare, replace
 from lightning_moe.checkpoint.ranks import on_all_ranks
 from lightning_moe.checkpoint.sources import REST
+from lightning_moe.ops.local import this_rank
 
 
 def state_dicts(
@@ -68,7 +69,7 @@ def save_folder(path: Path, state: dict[str, Any], rest: bytes, group: dist.Proc
         RuntimeError: A rank could not write; the message says which, and why. What was at the path is still there.
 
     """
-    leader = not dist.is_initialized() or dist.get_rank(group) == 0
+    leader = this_rank(group) == 0
     partial = partial_path(path)
     with on_all_ranks(group):
         if leader:

@@ -18,11 +18,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from lightning_moe._compat import unwrap_objects
 from lightning_moe.checkpoint.messages import class_name
 from lightning_moe.checkpoint.names import plain_layouts
-from lightning_moe.checkpoint.ranks import on_all_ranks
+from lightning_moe.checkpoint.ranks import gather, on_all_ranks
 from lightning_moe.checkpoint.safetensors import INDEX, SINGLE, imported
 from lightning_moe.checkpoint.shards import Region, region
 from lightning_moe.models.layouts import Layout, Part
-from lightning_moe.ops.local import local_part
+from lightning_moe.ops.local import local_part, this_rank
 
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT])(i?)B\s*", re.IGNORECASE)
@@ -94,7 +94,7 @@ class _Writer:
 
     def __init__(self, folder: Path, limit: int) -> None:
         self.folder, self.limit = folder, limit
-        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.rank = this_rank()
         self.pending: dict[str, Tensor] = {}
         self.size = 0
         self.files: list[list[str]] = []
@@ -113,10 +113,7 @@ class _Writer:
 
     def name_files(self) -> dict[str, str]:
         """Give the files their names. Collective. Returns the name of a tensor -> that of its file."""
-        by_rank: list[Any] = [self.files]
-        if dist.is_initialized():
-            by_rank = [None] * dist.get_world_size()
-            dist.all_gather_object(by_rank, self.files)
+        by_rank = gather(self.files)
         total = sum(map(len, by_rank))
         weight_map: dict[str, str] = {}
         number = 0

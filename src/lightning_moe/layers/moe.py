@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_moe.layers.experts import GroupedExperts
 from lightning_moe.layers.router import Routing, ScoreFunction
+from lightning_moe.recompute.backward import in_backward
 
 RoutingHook: TypeAlias = Callable[["MoELayer", Routing, torch.Size], object]
 """Called with the layer, its decision for T tokens, and the shape that these have in the batch, ``[B, S]`` say."""
@@ -84,7 +85,7 @@ class MoELayer(nn.Module):
         return handle
 
     def _show(self, routing: Routing, shape: torch.Size) -> None:
-        if torch._C._current_graph_task_id() == -1:  # not run again in backward, by a checkpoint around the layer
+        if not in_backward():  # not run again in backward, by a checkpoint around the layer
             for hook in tuple(self._routing_hooks.values()):
                 hook(self, routing, shape)
 

@@ -25,6 +25,7 @@ from lightning_moe.memory.gauge import Gauge, Reading, gauge_of
 from lightning_moe.memory.owners import CATEGORIES, OUTSIDE, TEMPORARY, Owners
 from lightning_moe.memory.steps import OptimizerSteps
 from lightning_moe.overlap.function import watchers
+from lightning_moe.recompute.backward import in_backward
 
 PHASES = ("forward", "backward", "optimizer")
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
@@ -181,7 +182,7 @@ class Meter:
         self._on_step(figures if due else None)
 
     def _before_root(self, *_: Any) -> None:
-        if torch.is_grad_enabled() and not _in_backward() and self.phase != "forward":
+        if torch.is_grad_enabled() and not in_backward() and self.phase != "forward":
             self.enter("forward")
 
     def _after_root(self, _module: nn.Module, _args: Any, output: Any) -> None:
@@ -247,11 +248,7 @@ def _outer(name: str, names: list[str]) -> str:
 
 def _nodes(output: Any) -> list[torch.autograd.graph.Node]:
     """What made the tensors of an output, outside of backward."""
-    if _in_backward():  # a recomputation: nobody's gradient enters here
+    if in_backward():  # a recomputation: nobody's gradient enters here
         return []
     leaves = [output] if isinstance(output, Tensor) else tree_leaves(output)
     return [leaf.grad_fn for leaf in leaves if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
-
-
-def _in_backward() -> bool:
-    return bool(torch._C._current_graph_task_id() != -1)

@@ -40,8 +40,3 @@ class OverRanks:
     def wait(self) -> list[list[float]]:
         """``[ranks][n]``."""
         return self._copy.wait()
-
-
-def rank() -> int:
-    """This rank, 0 where there is one process."""
-    return dist.get_rank() if dist.is_initialized() else 0

@@ -29,6 +29,7 @@ from lightning_moe.offload.parcel import Lanes, Parcel, Reader, Stays, Unmoved
 from lightning_moe.offload.selection import NothingToOffloadError, Target, find_targets
 from lightning_moe.ops.local import local_part
 from lightning_moe.overlap.kept import kept_name
+from lightning_moe.recompute.backward import in_backward
 from lightning_moe.recompute.discard import is_discardable
 
 
@@ -185,7 +186,7 @@ class _Scope:
 def _is_left_alone() -> bool:
     """Whether somebody else decides what is saved here, or a backward is running, which reads what it saves at once."""
     others = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return others is not None or torch._C._current_graph_task_id() != -1
+    return others is not None or in_backward()
 
 
 class _Call:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -22,3 +23,8 @@ def sharded_parameters(units: Iterable[FSDPModule]) -> Iterator[Any]:
         groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has one at most
         for group in [state._fsdp_param_group] if groups is None else groups:
             yield from [] if group is None else group.fsdp_params
+
+
+def this_rank(group: dist.ProcessGroup | None = None) -> int:
+    """This process's rank in a group, by default in the world; 0 where there is one process."""
+    return dist.get_rank(group) if dist.is_initialized() else 0

@@ -24,6 +24,8 @@ from torch.autograd.graph import increment_version, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from lightning_moe.recompute.backward import in_backward
+
 Result = TypeVar("Result")
 
 
@@ -100,7 +102,7 @@ class DiscardOutputCheckpoint:
         for i, leaf in zip(tracked, exits, strict=True):
             leaves[i] = leaf
         # in a backward, this is a recomputation by someone else, who needs the values and whose graph will run no hook
-        if torch._C._current_graph_task_id() == -1:
+        if not in_backward():
             self._region, self._node = region, exits[0].grad_fn
             borrowed = tensors if module is None else [*tensors, *module.parameters(), *module.buffers()]
             storages = {tensor.untyped_storage()._cdata for tensor in borrowed}

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from lightning_moe._version import __version__
+from lightning_moe.checkpoint.ranks import gather
 
 _SHOWN = 3  # differences of one kind that a message spells out
 
@@ -76,10 +76,10 @@ def agree(*facts: Facts) -> None:
         ValueError: Facts differ; the message says which, what they are on which ranks, and what to do.
 
     """
-    heard = _gather([kind.digest() for kind in facts])
+    heard = gather([kind.digest() for kind in facts])
     differing = [kind for kind, digests in zip(facts, zip(*heard, strict=True), strict=True) if len(set(digests)) > 1]
     if differing:
-        by_kind = zip(*_gather([dict(kind.values) for kind in differing]), strict=True)
+        by_kind = zip(*gather([dict(kind.values) for kind in differing]), strict=True)
         lines = [line for kind, values in zip(differing, by_kind, strict=True) for line in _lines(kind, values)]
         raise ValueError("\n".join(["The ranks do not agree, and would wait for each other for ever:", *lines]))
 
@@ -113,14 +113,6 @@ def _lines(kind: Facts, by_rank: tuple[dict[str, str], ...]) -> Iterator[str]:
     if not differing:
         yield f"  the {kind.what} come in another order"
     yield f"  {kind.mend}"
-
-
-def _gather(value: Any) -> list[Any]:
-    values = [value]
-    if dist.is_initialized():
-        values *= dist.get_world_size()
-        dist.all_gather_object(values, value)
-    return values
 
 
 def _version_of(package: str) -> str:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from packaging.requirements import Requirement
 
+from lightning_moe.checkpoint.ranks import gather
 from lightning_moe.dispatch.select import locate, reads_peers
 from lightning_moe.strategies.agreement import list_ranks
 
@@ -30,8 +31,7 @@ def warn_about_environment(group: dist.ProcessGroup, device: torch.device) -> No
     found = [*check_versions(), *check_placement(locate(group, device), device)]
     if device.type == "cuda":
         found += check_variables(os.environ)
-    by_rank: list[list[str]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(by_rank, found)
+    by_rank = gather(found)
     if dist.get_rank() == 0:
         for problem in dict.fromkeys(problem for problems in by_rank for problem in problems):
             ranks = [rank for rank, problems in enumerate(by_rank) if problem in problems]
