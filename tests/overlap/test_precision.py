@@ -1,4 +1,4 @@
-"""Two ranks, bf16: chunks against native expert parallelism, repeats against each other, both against float64."""
+"""Two ranks, bf16: chunks against native expert parallelism, repeats and modes against each other, all against float64."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def results_of_a_rank(name: str) -> dict[str, dict[str, float]]:
     inputs = [tensor.to(device).requires_grad_() for tensor in inputs]
     dispatcher = select_dispatcher(name, dist.group.WORLD, device).dispatcher
     found: dict[str, dict[str, float]] = {}
-    native = None
+    native, keeping_all = None, []
     for num_chunks, mode in [(1, "none"), *((n, mode) for n in (2, 3, 4) for mode in ROUTED_MODES)]:
         first = None
         for _ in range(repeats if mode in ("none", "full") else 2):
@@ -42,6 +42,9 @@ def results_of_a_rank(name: str) -> dict[str, dict[str, float]]:
             again = all(torch.equal(a, b) for a, b in zip(actual, first, strict=True))
             assert again, f"{num_chunks} chunks, {mode}: not the same bits twice"
         native = native or first
+        keeping_all = first if mode == "none" else keeping_all
+        same = all(torch.equal(a, b) for a, b in zip(first, keeping_all, strict=True))
+        assert same, f"{num_chunks} chunks, {mode}: not the bits that it gives with everything kept"
         errors = [float((a.cpu().double() - e).norm() / e.norm()) for a, e in zip(first, exact, strict=True)]
         apart = [float((a - b).double().norm() / b.double().norm()) for a, b in zip(first, native, strict=True)]
         found[f"{num_chunks} {mode}"] = dict(zip(NAMES, errors, strict=True)) | {
@@ -57,7 +60,7 @@ def results_of_a_rank(name: str) -> dict[str, dict[str, float]]:
         *(pytest.param("cuda", name, marks=two_gpus) for name in ("nvlink", "deep_ep", "all_to_all")),
     ],
 )
-def test_chunks_are_as_exact_as_native_expert_parallelism_and_repeat_bit_for_bit(device, name):
+def test_chunks_are_as_exact_as_native_expert_parallelism_and_every_mode_repeats_bit_for_bit(device, name):
     if name == "deep_ep":
         pytest.importorskip("deep_ep", exc_type=ImportError)
     for found in run(results_of_a_rank, 2, name, device=device):

@@ -15,8 +15,9 @@ OUTGROWN = 2 * 3 * 4 // (3 + 4) + 1  # rows whose operands are larger than the m
 @pytest.mark.parametrize(
     ("rows_of", "together"),
     [
-        ([OUTGROWN, 1, 1], 1),
-        ([OUTGROWN - 1, 1, 0, 2], 2),
+        ([OUTGROWN, 1, 2], 1),
+        ([OUTGROWN, 1, 1], 3),  # all of them are no larger than two sums
+        ([OUTGROWN - 1, 1, 0, 3], 2),
         ([0, 0, OUTGROWN, 5], 3),
         ([1, 1, 1], 3),
         ([0, 0], 2),
@@ -25,7 +26,7 @@ OUTGROWN = 2 * 3 * 4 // (3 + 4) + 1  # rows whose operands are larger than the m
 )
 @pytest.mark.parametrize("frugal", [True, False])
 @pytest.mark.parametrize("inputs_kept", [True, False])
-def test_operands_wait_while_they_are_smaller_than_their_sum(rows_of, together, frugal, inputs_kept):
+def test_operands_wait_while_they_are_small_beside_their_sum(rows_of, together, frugal, inputs_kept):
     generator = torch.Generator().manual_seed(sum(rows_of))
     weight_eMN = torch.empty(SHAPE, dtype=torch.float64)
     chunks = [Groups(rows, torch.tensor([rows // 2, rows], dtype=torch.int32)) for rows in rows_of]
@@ -37,14 +38,14 @@ def test_operands_wait_while_they_are_smaller_than_their_sum(rows_of, together, 
     expected_eMN = torch.zeros_like(weight_eMN)
     for i, (chunk, place) in enumerate(zip(chunks, places, strict=True)):
         operands = gradient.operands(i)
-        waits = len(rows_of) > 1 and (not frugal or i < together) and (together > 1 or not frugal)
+        waits = len(rows_of) > 1 and i < together and together > 1
         assert [operand is not None for operand in operands] == [waits, waits]
         grad_RM, row_RN = (
             given.clone() if operand is None else operand.copy_(given)
             for operand, given in zip(operands, (grads_RM[place], rows_RN[place]), strict=True)
         )
         was_read = gradient.add(i, grad_RM, row_RN)
-        assert was_read == (i + 1 >= (together if frugal else len(rows_of)))
+        assert was_read == (i + 1 >= together)
         if was_read:  # and may be overwritten
             grad_RM.fill_(float("nan"))
             row_RN.fill_(float("nan"))

@@ -1,8 +1,8 @@
 """The gradient of one expert matrix, over all chunks of one call.
 
 One product over all chunks' rows is the fastest way, and needs both operands of all chunks at once: what native expert
-parallelism holds too. Where memory counts, operands wait only for as long as they are smaller than the float32 matrix that
-sums them up; from then on each chunk is added to that.
+parallelism holds too. Where these are large beside the matrix, they wait only until they outgrow a float32 sum of it; from then
+on each chunk is added to that. What is summed with what never depends on what forward kept, so that neither do the bits.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class WeightGradient:
         groups: The rows of each chunk's experts; both matrices of a call share it.
         scale: Factor on the sum, applied before it is rounded.
         rows_RN: The grouped GEMM's input, R rows of all chunks together, where that was kept.
-        frugal: Whether memory counts for more than speed.
+        frugal: Whether memory counts for more than who waits.
 
     Attributes:
         result_eMN: In the matrix's dtype, once all chunks were added; before that, the sum so far, or ``None``.
@@ -69,7 +69,7 @@ class WeightGradient:
         self.at_once = frugal and num_chunks > 1
         self._weight, self._groups, self._scale, self._num_chunks = weight_eMN, groups, scale, num_chunks
         self._total_dtype = accumulation_dtype(weight_eMN.dtype)
-        self._num_together = self._few_chunks() if frugal else num_chunks
+        self._num_together = self._few_chunks()
         self._grads_RM: Tensor | None = None
         self._rows_RN = rows_RN
         if self._num_together > 1:
@@ -106,12 +106,16 @@ class WeightGradient:
         return True
 
     def _few_chunks(self) -> int:
-        """The first chunks whose operands outgrow a sum, with the one that makes them do so; or all."""
+        """The first chunks whose operands outgrow a sum, with the one that makes them do so; or all.
+
+        All of them too where they are no larger than two sums: then one costs a pass over more memory than it saves.
+        """
         num_experts, width_m, width_n = self._weight.shape
-        most = num_experts * width_m * width_n * self._total_dtype.itemsize
-        of_a_row = (width_m + width_n) * self._weight.element_size()
-        outgrown = (i for i, rows in enumerate(self._groups.rows) if rows.stop * of_a_row > most)
-        return next(outgrown, self._num_chunks - 1) + 1
+        sum_bytes = num_experts * width_m * width_n * self._total_dtype.itemsize
+        row_bytes = (width_m + width_n) * self._weight.element_size()
+        if self._groups.rows[-1].stop * row_bytes <= 2 * sum_bytes:
+            return self._num_chunks
+        return next(i for i, rows in enumerate(self._groups.rows, 1) if rows.stop * row_bytes > sum_bytes)
 
 
 def chunk_rows(num_rows: Iterable[int]) -> list[slice]:
