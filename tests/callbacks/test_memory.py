@@ -201,10 +201,21 @@ def test_arguments():
     for wrong in (0, 1.5, True, "2"):
         with pytest.raises(ValueError, match="`every_n_steps` to be an integer of at least 1"):
             MemoryMonitor(wrong)
+    with pytest.raises(ValueError, match="`record_history=True` needs a `folder`"):
+        MemoryMonitor(folder=None, record_history=True)
     with pytest.raises(ValueError, match="parameters are none.*that is set up"):
         MemoryMonitor().attach(nn.ReLU())
     with torch.device("meta"), pytest.raises(ValueError, match="on the meta device"):
         MemoryMonitor().attach(nn.Linear(2, 2))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_allocators_history_is_recorded_only_where_it_is_asked_for(tmp_path):
+    for asked in (False, True):
+        monitor = MemoryMonitor(1, tmp_path, record_history=asked)
+        with monitor.watch(nn.Linear(2, 2, device="cuda")):
+            assert torch._C._cuda_isHistoryEnabled() == asked
+        assert not torch._C._cuda_isHistoryEnabled()
 
 
 # --- over ranks
