@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -66,6 +67,7 @@ def stay_away() -> str:
     box = Mailbox(dist.group.WORLD, timedelta(seconds=0.5))
     all_gather(box, torch.tensor([7]))
     if dist.get_rank() == 1:
+        time.sleep(2)
         return "away"
     try:
         all_gather(box, torch.tensor([7]))
@@ -82,6 +84,30 @@ def test_who_does_not_tell_is_named():
     assert first == third
 
 
+def end_early(how: str) -> str:
+    """Rank 1 ends without a word, after a turn or before the first one; what others told meanwhile is not lost."""
+    boxes = [Mailbox(dist.group.WORLD, timedelta(seconds=60)) for _ in range(2)]
+    assert all_gather(boxes[0], torch.tensor([7])) == [[7]] * 3
+    letter = boxes[1].tell(boxes[1].blank((1,), torch.device("cpu")) + 5)
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGTERM)
+        time.sleep(60)
+    begin = time.monotonic()
+    time.sleep(0.5)
+    assert letter.wait() == [[5]] * 3  # rank 1 had told that
+    try:
+        all_gather(boxes[0], torch.tensor([8]))
+    except dist.DistNetworkError as error:
+        return f"{time.monotonic() - begin < 20} {error}"
+    return "heard"
+
+
+@pytest.mark.parametrize("how", ["killed", "terminated"])
+def test_who_ended_is_named_long_before_the_timeout(how):
+    first, _, third = run(end_early, 3, how, killed=(1,))
+    assert first == third == "True Ranks [1] of the expert-parallel group have ended without telling their counts."
+
+
 def come_late() -> list[str]:
     """Rank 1 sleeps over rank 0's patience; then both go on."""
     box = Mailbox(dist.group.WORLD, timedelta(seconds=0.3 if dist.get_rank() == 0 else 5))
@@ -92,7 +118,7 @@ def come_late() -> list[str]:
             time.sleep(1)
         try:
             said.append(str(all_gather(box, torch.tensor([turn]))))
-        except TimeoutError as error:
+        except (TimeoutError, dist.DistNetworkError) as error:  # at the second turn rank 0 may have ended
             said.append(str(error))
     return said
 
@@ -113,7 +139,7 @@ def go_ahead() -> str:
     begin = time.monotonic()
     try:
         all_gather(box, torch.tensor([1]))
-    except TimeoutError as error:
+    except (TimeoutError, dist.DistNetworkError) as error:
         return f"{time.monotonic() - begin < 10 or dist.get_rank() == 0} {error}"
     return "heard"
 

@@ -3,6 +3,9 @@
 What a layer must know before it can allocate anything is a handful of counts from each rank. They have to reach the hosts, not
 the devices, and a collective on the devices takes many times as long as a look into shared memory. A device writes its counts
 there itself, so no host waits for its own before all others can read them.
+
+The file behind the memory also shows who is still there: each rank locks a byte of it, and the system unlocks it when the
+rank's process ends, however it ends.
 """
 
 from __future__ import annotations
@@ -15,8 +18,10 @@ import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from math import prod
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -25,6 +30,7 @@ from torch import Tensor
 WORDS = 1 << 16  # of a message
 TURN = 1 << 32
 _SPIN = 1e-3  # seconds; what takes longer is looked for less often
+_LOOK = 0.1  # seconds between looks for ranks that have ended
 
 
 class Mailbox:
@@ -49,7 +55,9 @@ class Mailbox:
         self._broken = self._registered = False
         path: list[str | None] = [_make(8 * 2 * self._size * WORDS) if self._rank == 0 else None]
         dist.broadcast_object_list(path, group=group, group_src=0)
-        memory = _open(path[0])
+        file, memory = _open(path[0])
+        if file is not None:
+            self._presence = _Presence(file, self._rank)
         opened: list[bool] = [False] * self._size
         dist.all_gather_object(opened, memory is not None, group)
         if self._rank == 0 and path[0] is not None:
@@ -99,11 +107,21 @@ class Mailbox:
         """Wait for every rank's numbers; see :class:`Letter`."""
         starts = [(turn % 2 * self._size + rank) * WORDS for rank in range(self._size)]
         first, begin, patience = turn * TURN, time.monotonic(), self._timeout.total_seconds()
+        gone, look = list[int](), _LOOK
         while True:
             heard = [self._read[start : start + count].tolist() for start in starts]
             if all(first <= min(words) and max(words) < first + TURN for words in heard):
                 return [[word - first for word in words] for words in heard]
             waited, latest = time.monotonic() - begin, max(map(max, heard))
+            if gone:  # and what they told before is not there
+                self._broken = True
+                raise dist.DistNetworkError(
+                    f"Ranks {gone} of the expert-parallel group have ended without telling their counts."
+                )
+            if waited > look:
+                look = waited + _LOOK
+                gone = self._presence.ended([rank for rank, words in enumerate(heard) if min(words) < first])
+                continue
             if latest >= first + TURN or waited > patience:
                 self._broken = True  # what comes later belongs to other calls
                 ranks = [rank for rank, words in enumerate(heard) if min(words) < first]
@@ -137,20 +155,48 @@ class Letter:
         """Every rank's numbers.
 
         Raises:
+            DistNetworkError: A rank's process has ended.
             TimeoutError: A rank's numbers did not come, or it is ahead of this one.
 
         """
         return self._mailbox.collect(self._turn, self._count)
 
 
-def _open(path: str | None) -> mmap.mmap | None:
+class _Presence:
+    """Shows the other ranks that this process is there, and which of theirs are not.
+
+    Args:
+        file: The same on all ranks, open for as long as this rank is to be seen. No other handle of it may be closed meanwhile.
+        rank: This one.
+
+    """
+
+    def __init__(self, file: BinaryIO, rank: int) -> None:
+        import fcntl
+
+        self._file, self._lock = file, partial(fcntl.lockf, file)
+        self._try, self._open = fcntl.LOCK_EX | fcntl.LOCK_NB, fcntl.LOCK_UN
+        self._lock(self._try, 1, rank)
+
+    def ended(self, ranks: Sequence[int]) -> list[int]:
+        """Those of some other ranks whose processes are no longer there."""
+        ended = []
+        for rank in ranks:
+            with suppress(OSError):  # it is locked
+                self._lock(self._try, 1, rank)
+                self._lock(self._open, 1, rank)
+                ended.append(rank)
+        return ended
+
+
+def _open(path: str | None) -> tuple[BinaryIO | None, mmap.mmap | None]:
     if path is None or not Path(path).exists():
-        return None
+        return None, None
     try:
-        with open(path, "r+b") as file:
-            return mmap.mmap(file.fileno(), 0)
+        file = open(path, "r+b")  # noqa: SIM115 # its locks last as long as it is open
+        return file, mmap.mmap(file.fileno(), 0)
     except (OSError, ValueError):
-        return None
+        return None, None
 
 
 def _make(num_bytes: int) -> str | None:
