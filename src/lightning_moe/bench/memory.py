@@ -126,7 +126,7 @@ def _rank(device: torch.device, arguments: argparse.Namespace) -> None:
             "environment": environment(device),
             "rows": rows,
         }
-        print(table(result))
+        print(table(result), flush=True)
         save(result, f"memory-ep{dist.get_world_size()}", arguments.out, chart)
 
 

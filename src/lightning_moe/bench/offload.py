@@ -62,7 +62,7 @@ def _rank(device: torch.device, arguments: argparse.Namespace) -> None:
             "link_gb_s": link,
             "rows": rows,
         }
-        print(table(result))
+        print(table(result), flush=True)
         save(result, f"offload-ep{dist.get_world_size()}", arguments.out, chart)
 
 

@@ -114,6 +114,8 @@ def _rank(device: torch.device, arguments: argparse.Namespace) -> None:
         for chunks in ([1] if dispatcher == "floor" else arguments.chunks)
     ]
     for shape, routing in product(arguments.shape, arguments.routing):
+        if dist.get_rank() == 0:
+            print(f"measuring shape {shape}, {routing} routing (on a GPU kernels are compiled first)", flush=True)
         setup = _Setup(SHAPES[shape], routing, device, arguments.dispatchers)
         rows = _measure(setup, cases, arguments.repeats)
         if arguments.trace:
@@ -132,7 +134,7 @@ def _rank(device: torch.device, arguments: argparse.Namespace) -> None:
                 "environment": environment(device),
                 "rows": rows,
             }
-            print(table(result))
+            print(table(result), flush=True)
             save(result, f"op-{shape}-ep{dist.get_world_size()}-{routing}", arguments.out, chart)
 
 

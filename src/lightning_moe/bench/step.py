@@ -105,7 +105,7 @@ def _rank(device: torch.device, arguments: argparse.Namespace) -> None:
             "environment": environment(device),
             "rows": arms,
         }
-        print(table(result))
+        print(table(result), flush=True)
         save(result, f"step-ep{arguments.ep}", arguments.out, chart)
 
 
