@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from lightning_moe.bench import memory, offload, op, step
+from lightning_moe.bench import memory, offload, op, scaling, step
 
 
 def main() -> None:
@@ -16,6 +16,9 @@ def main() -> None:
     offload.add_arguments(commands.add_parser("offload", help="activation offload: memory and time of a training step"))
     step.add_arguments(
         commands.add_parser("step", help="whole training steps, in chunks against native expert parallelism")
+    )
+    scaling.add_arguments(
+        commands.add_parser("scaling", help="how results of `op` grow with the number of ranks, by a model of it")
     )
     arguments = parser.parse_args()
     arguments.run(arguments)
