@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import platform
+import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -35,7 +37,10 @@ def launch(function: Callable[..., None], num_processes: int, device_type: str, 
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    spawn(_main, (function, num_processes, device_type, port, args), nprocs=num_processes)  # type: ignore[no-untyped-call]
+    # whoever ends this process, by `timeout` say, ends the others with it: daemons go with an orderly exit
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    arguments = (function, num_processes, device_type, port, args)
+    spawn(_main, arguments, nprocs=num_processes, daemon=True)  # type: ignore[no-untyped-call]
 
 
 def _main(
