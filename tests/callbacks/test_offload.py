@@ -136,6 +136,10 @@ class Task(LightningModule):
             out.register_hook(_fail)
         return out.square().sum()
 
+    def on_train_batch_end(self, outputs, ids, batch_idx):
+        if batch_idx == self.fail_at and self.fail_in == "between":
+            _fail()
+
     def validation_step(self, ids, batch_idx):
         pass  # by another engine
 
@@ -168,7 +172,7 @@ def offloading():
 def test_a_run_that_fails_leaves_nothing_and_trains_again():
     _, expected = fit([])
     callbacks = offloading()
-    for fail_in in ("forward", "backward"):
+    for fail_in in ("forward", "backward", "between"):  # in the last the model is away
         task = Task(Decoder(layers=2, dropout=0.0), fail_at=2, fail_in=fail_in)
         hooks = hooks_of(task.model.embedding), hooks_of(task.model.layers[0])
         pools = []

@@ -15,8 +15,9 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from helpers.decoder import Decoder
 from helpers.lanes import CountingLane, LateLane, LateTicket, SleepingLane
+from lightning_moe.dispatch import LocalDispatcher
 from lightning_moe.offload import ActivationOffloader, activations
-from lightning_moe.offload.copies import CopyLane, HostPool
+from lightning_moe.offload.copies import CopyLane, HostPool, empty_host_cache
 from lightning_moe.offload.parcel import Lanes, Parcel
 from lightning_moe.overlap.kept import KEPT
 from lightning_moe.parallel.recompute import recompute_in_backward
@@ -328,8 +329,9 @@ def test_inside_a_checkpoint_of_torch_nothing_moves(counting, use_reentrant):
 
 @pytest.mark.parametrize("mode", KEPT)
 def test_tensors_inside_the_routed_experts_are_named(counting, mode):
+    """In three chunks, whose rows lie one behind the other."""
     model = Decoder(layers=1, experts=4, top_k=2, width=24, hidden=16, dropout=0.0)
-    model.layers[0].moe.experts.mode = mode
+    model.layers[0].moe.experts.distribute(LocalDispatcher(), 3, mode)
     ids, sizes = torch.randint(32, (1, 5)), {"rows": 10 * 16 * 4, "gate_up": 10 * 48 * 4, "act": 10 * 24 * 4}
     for name, size in sizes.items():
         offloader = ActivationOffloader(f"layers.*.moe.experts.{name}", min_bytes=0)
@@ -406,25 +408,37 @@ def test_an_error_of_the_device_leaves_no_hook(monkeypatch):
     offloader.detach()
 
 
-def test_nothing_is_left_after_an_error(monkeypatch):
+@pytest.mark.parametrize("device", DEVICES)
+def test_nothing_is_left_after_an_error(device, monkeypatch):
+    """Neither hooks nor host memory, which on a GPU is pinned."""
     pools = []
     monkeypatch.setattr(activations, "HostPool", lambda pinned: pools.append(HostPool(pinned)) or pools[-1])
-    model = Stack([8, 8, 8])
+    model = Stack([8, 8, 8]).to(device)
     boom = model.layers[1].down.register_forward_hook(_fail)
     hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
     offloader = ActivationOffloader(min_bytes=0)
+    gc.collect()
+    empty_host_cache()
+    before = pinned_bytes(device)
     with pytest.raises(ZeroDivisionError), offloader.attached(model):
-        model(torch.randn(4, HIDDEN, requires_grad=True))
+        model(torch.randn(4, HIDDEN, device=device, requires_grad=True))
     assert [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()] == hooks
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
     boom.remove()
     pool = weakref.ref(pools.pop())
     gc.collect()
     assert pool() is None
+    assert pinned_bytes(device) == before
     with offloader.attached(model):
-        model(torch.randn(4, HIDDEN, requires_grad=True)).sum().backward()
+        model(torch.randn(4, HIDDEN, device=device, requires_grad=True)).sum().backward()
         assert pools[0].free_bytes() > 0
+        assert device == "cpu" or pinned_bytes(device) > before
     assert model.layers[0].up.weight.grad is not None
+
+
+def pinned_bytes(device: str) -> int:
+    """What torch holds of pinned memory, used or not."""
+    return torch.cuda.host_memory_stats()["allocated_bytes.current"] if device == "cuda" else 0
 
 
 def _fail(*_):

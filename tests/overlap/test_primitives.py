@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import product
 
 import pytest
@@ -104,6 +105,73 @@ def test_a_mode_keeps_what_it_names(mode, fields):
         assert kept.gate_up_R2F.shape == (sum(num_rows), 2 * WIDTH)
     if kept.act_RF is not None:
         assert kept.act_RF.shape == (sum(num_rows), WIDTH)
+
+
+class Counting:
+    """A dispatcher that writes down how many tensors each dispatch and each combine moves."""
+
+    def __init__(self, dispatcher, log):
+        self.dispatcher, self.log = dispatcher, log
+
+    def __getattr__(self, name):
+        return getattr(self.dispatcher, name)
+
+    def dispatch(self, plan, tokens, arriving):
+        self.log.append(("dispatch", len(tokens)))
+        self.dispatcher.dispatch(plan, tokens, arriving)
+
+    def combine(self, plan, leaving, tokens):
+        self.log.append(("combine", len(tokens)))
+        self.dispatcher.combine(plan, leaving, tokens)
+
+
+def what_runs(num_chunks: int):
+    """For each mode, how often a forward and then its backward moved what, and multiplied rows by which matrix."""
+    dispatcher = select_dispatcher("all_to_all", dist.group.WORLD, torch.device("cpu")).dispatcher
+    rank, log, counted = dist.get_rank(), [], {}
+    case, mine = make_case(rank, 6), slice(rank * NUM_EXPERTS // 2, (rank + 1) * NUM_EXPERTS // 2)
+    experts = Weights(case.gate_up_E2FH[mine], case.down_EHF[mine])
+
+    def logged(function, name):
+        def call(rows, matrix, *args):
+            which = "gate_up" if matrix.data_ptr() == experts.gate_up_e2FH.data_ptr() else "down"
+            log.append((name, which, "mT" if matrix.stride(-1) != 1 else ""))
+            return function(rows, matrix, *args)
+
+        return call
+
+    for name in ("grouped_mm", "grouped_mm_swiglu"):
+        setattr(primitives, name, logged(getattr(primitives, name), name))
+    for mode in ROUTED_MODES:
+        plans = dispatcher.plan(case.ids_TK, case.weights_TK, NUM_EXPERTS, num_chunks)
+        counting = Counting(dispatcher, log)
+        _, kept = primitives.forward(counting, plans, case.tokens_TH, case.weights_TK, experts, mode)
+        forward = Counter(log)
+        log.clear()
+        primitives.backward(counting, plans, kept, case.grad_TH, case.tokens_TH, experts)
+        counted[mode] = forward, Counter(log), sum(plan.route is not None for plan in plans), len(plans)
+        log.clear()
+    return counted
+
+
+def test_backward_runs_nothing_again_that_it_does_not_read():
+    """No second product and no combine of outputs: that one combine a chunk is the gradients', of tokens and of weights."""
+    for counted in run(what_runs, 2, 2):
+        for mode, (forward, backward, travelling, parts) in counted.items():
+            assert forward == {
+                ("dispatch", 3): travelling,
+                ("grouped_mm_swiglu", "gate_up", ""): parts,
+                ("grouped_mm", "down", "mT"): parts,
+                ("combine", 1): travelling,
+            }
+            again = {("grouped_mm", "gate_up", "mT"): parts} if mode == "full" else {}
+            assert backward == again | {
+                ("dispatch", 2 if mode in ("dispatch", "full") else 1): travelling,
+                ("grouped_mm", "down", ""): parts,
+                ("grouped_mm", "gate_up", ""): parts,
+                ("combine", 2): travelling,
+            }
+            assert parts > travelling > 0
 
 
 @pytest.mark.parametrize("mode", ROUTED_MODES)

@@ -29,6 +29,7 @@ from lightning_moe.layers import SharedExperts
 from lightning_moe.parallel.apply import Parallelism, find_blocks, parallelize
 from lightning_moe.parallel.mesh import MoEMesh
 from lightning_moe.recompute import RecomputePolicy
+from lightning_moe.recompute.policy import NAMES
 
 SEED = 0
 CHECKPOINT = "torch checkpoint"
@@ -74,21 +75,32 @@ def policy_of(name: str) -> RecomputePolicy:
 
     >>> policy_of("norm,shared_experts").norm
     True
+    >>> policy_of("shared_experts") == RecomputePolicy(shared_experts=True)
+    True
 
     """
     if name == CHECKPOINT:
         return RecomputePolicy()
     if name.startswith("routed="):
         return RecomputePolicy(routed=name.removeprefix("routed="))  # type: ignore[arg-type]
-    return RecomputePolicy.of(name.split(",") if "," in name or name in ("norm", "attention") else name)
+    names = name.split(",")
+    return RecomputePolicy.of(names if set(names) <= set(NAMES) else name)
 
 
-def kept_elements(widths: Widths, policy: RecomputePolicy) -> float:
-    """What a decoder layer has to keep for backward, in elements a token of the model's dtype.
+def formula_bytes(widths: Widths, policy: RecomputePolicy, itemsize: int) -> int:
+    """What a decoder layer has to keep for backward, in bytes a token.
 
-    The layer's input; the sum between its halves; the two norms' outputs; queries, keys, values and the attention's output;
-    four times the shared experts' width; the routed experts' part, which stands at
-    :class:`~lightning_moe.recompute.RecomputePolicy`. Router and norms keep a few numbers more.
+    In the model's dtype: the layer's input; the sum between its halves; the two norms' outputs; queries, keys, values and the
+    attention's output; four times the shared experts' width; the routed experts' part, which stands at
+    :class:`~lightning_moe.recompute.RecomputePolicy`. Under every policy, the routing: E probabilities (float32); of each of
+    the K slots its expert (int64, and int32 for the kernels), its weight (float32, in the order of tokens and of experts) and
+    the place of its row (int32); the sum of the weights. The inverse lengths of norms and attention's log-sum-exp are left out.
+
+    Args:
+        widths: The model's.
+        policy: What is recomputed.
+        itemsize: Bytes of an element of the model's dtype.
+
     """
     hidden, ffn, top_k = widths.hidden, widths.ffn, widths.top_k
     elements = (
@@ -108,7 +120,7 @@ def kept_elements(widths: Widths, policy: RecomputePolicy) -> float:
         elements += 2 * hidden + hidden // 2
     if not policy.shared_experts:
         elements += 4 * widths.shared_ffn
-    return elements
+    return elements * itemsize + 4 * widths.experts + 24 * top_k + 4
 
 
 def _rank(device: torch.device, arguments: argparse.Namespace) -> None:
@@ -165,15 +177,16 @@ def _measure(name: str, device: torch.device, arguments: argparse.Namespace) -> 
     counted = replace(policy_of(name), shared_experts=True) if name == CHECKPOINT else policy_of(name)
     model, x = build(name, device, arguments)
     step(model, x)
-    # the first layer's input was there before
-    kept, itemsize = kept_bytes(partial(model, x), model) + x.untyped_storage().nbytes(), x.element_size()
+    # the first layer's input was there before; an op may have made a view of it
+    kept = kept_bytes(partial(model, x), model, x) + x.untyped_storage().nbytes()
+    formula = formula_bytes(widths_of(arguments), counted, x.element_size())
     times, peaks = _steps(model, x, arguments.repeats)
     del model, x
     gc.collect()  # a model that is set up holds itself
     return {
         "policy": name,
         "kept_bytes": kept / arguments.layers / arguments.tokens,
-        "formula_bytes": kept_elements(widths_of(arguments), counted) * itemsize,
+        "formula_bytes": formula,
         "ms": statistics.median(times),
         **peaks,
     }
