@@ -41,7 +41,7 @@ def hugging_face(**options) -> nn.Module:
 
 
 def loss(model: nn.Module, rank: int) -> torch.Tensor:
-    ids = batch(rank)
+    ids = batch(rank).to(next(model.parameters()).device)
     return model(ids).square().mean() if isinstance(model, Decoder) else loss_of(model, ids, rank)
 
 
@@ -69,6 +69,29 @@ def test_gradients_under_every_policy_are_bitwise_those_under_none(make, num_chu
     expected = accumulated(applied(make(), RecomputePolicy(), num_chunks))
     for policy in POLICIES:
         assert_same(accumulated(applied(make(), policy, num_chunks)), expected)
+
+
+def apart(one, other) -> float:
+    """The largest distance of two gradients, beside their size."""
+    pairs = [(grad.double(), other[1][name].double()) for name, grad in one[1].items()]
+    return max(((a - b).norm() / b.norm().clamp(min=1e-12)).item() for a, b in pairs)
+
+
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
+)
+@pytest.mark.parametrize("make", [hugging_face, Decoder], ids=["Hugging Face", "own layers"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_any_device_a_policy_changes_no_more_than_a_repetition(make, dtype, device):
+    """Where repetitions are the same to the bit, so are the policies."""
+
+    def train(policy):
+        return accumulated(applied(make().to(device, dtype), RecomputePolicy.of(policy)))
+
+    repetitions = [train("none") for _ in range(4)]
+    spread = max(apart(a, b) for a, b in itertools.combinations(repetitions, 2))
+    for policy in ("selective", "full", RecomputePolicy(norm=True, shared_experts=True, routed="dispatch")):
+        assert apart(train(policy), repetitions[0]) <= 1.5 * spread, policy
 
 
 @pytest.mark.parametrize("make", [hugging_face, Decoder], ids=["Hugging Face", "own layers"])
