@@ -1,17 +1,19 @@
-"""All callbacks together under Lightning's own strategies, in the Trainer and in Fabric: training is the same to the bit."""
+"""All callbacks together under other strategies, in the Trainer, in Fabric and by hand: training is the same to the bit."""
 
 from __future__ import annotations
 
-from itertools import product
+from contextlib import ExitStack
 
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallelStrategy
 from lightning.pytorch.strategies import ModelParallelStrategy
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from callbacks.routed import Task, batches, counts, decoder, loader, write_down
+from helpers.decoder import Block
 from helpers.processes import run
 from helpers.training import trainer
 from lightning_moe.callbacks import (
@@ -25,7 +27,6 @@ from lightning_moe.callbacks.anywhere import Anywhere
 from lightning_moe.ops.local import local_part
 
 STEPS = 3
-STRATEGIES = ["ddp", "fsdp2"]
 HALVES = {"data_parallel_size": 2, "tensor_parallel_size": 1}
 
 
@@ -82,13 +83,49 @@ def with_fabric(strategy, ids, others):
     return plain, decisions
 
 
-WAYS = {"trainer": with_trainer, "fabric": with_fabric}
+def in_a_loop(_, ids, callbacks):
+    """By calls and context managers, around what Lightning's `FSDPStrategy`, which wants a GPU, makes of a model."""
+    plain, decisions = decoder(), []
+    write_down(plain, decisions)
+    model = FullyShardedDataParallel(
+        plain, auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=torch.device("cpu"), use_orig_params=True
+    )
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    balancer, *others = callbacks
+    with ExitStack() as stack:
+        stack.enter_context(balancer.watch(model))
+        if others:
+            activations, away, watch, memory, load = others
+            stack.enter_context(activations.offloader.attached(model))
+            stack.enter_context(memory.watch(model))
+            stack.enter_context(load.watch(model))
+            away.attach(model, [optimizer])
+        for batch in ids:
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            balancer.update()
+            if others:
+                load.compute()
+                away.offload()
+                watch.on_train_batch_end(None, plain)
+                away.reload()
+    return plain, decisions
+
+
+CASES = [
+    (with_trainer, "ddp"),
+    (with_trainer, "fsdp2"),
+    (with_fabric, "ddp"),
+    (with_fabric, "fsdp2"),
+    (in_a_loop, "fsdp"),
+]
 
 
 def everything():
     """For each way and strategy: weights and biases without and with the callbacks, decisions, and what was seen."""
     result, ids = {}, batches(dist.get_rank(), STEPS)
-    for (way, train), strategy in product(WAYS.items(), STRATEGIES):
+    for train, strategy in CASES:
         offload, memory = ActivationOffload(min_bytes=1), MemoryMonitor(1, None)
         load, watch = ExpertLoadMonitor(log_every_n_steps=1), Watch()
         others = [offload, ModelOffload("on_train_batch_end", "on_train_batch_start"), watch, memory, load]
@@ -98,7 +135,7 @@ def everything():
             tensors.append([local_part(t).detach() for t in (*model.parameters(), *model.buffers())])
         logged = list(load.state_dict()["logged"].values())
         seen = watch.bytes_away, offload.offloader.moved_bytes, len(memory.history), torch.stack(logged)[:, 1:]
-        result[way, strategy] = tensors, decisions, seen
+        result[train.__name__, strategy] = tensors, decisions, seen
     return result
 
 

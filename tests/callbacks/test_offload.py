@@ -25,12 +25,12 @@ from lightning_moe.ops.local import local_part
 # --- under the strategy, in real processes
 
 
-def gradients(policy, precision, offload):
+def gradients(device, policy, precision, offload):
     """One rank's shards of the gradients of two accumulated micro-batches, twice; and what was moved."""
     strategy = ChunkedEPStrategy(2, 2, recompute=policy, reshard_after_forward=True)
     callback = ActivationOffload(min_bytes=1)
     fabric = Fabric(
-        accelerator="cpu", strategy=strategy, devices=2, precision=precision, callbacks=[callback] if offload else []
+        accelerator=device, strategy=strategy, devices=2, precision=precision, callbacks=[callback] if offload else []
     )
     fabric.launch()
     rank, model = fabric.global_rank, fabric.setup(Decoder(layers=3))
@@ -40,14 +40,14 @@ def gradients(policy, precision, offload):
         model.zero_grad()
         for micro in range(2):
             with fabric.no_backward_sync(model, enabled=micro == 0):
-                loss = model(batch(rank, seed=2 * step + micro)).square().sum()
+                loss = model(batch(rank, seed=2 * step + micro).to(fabric.device)).square().sum()
                 fabric.backward(loss)
         result += [loss.detach(), *(local_part(p.grad).clone() for p in model.parameters())]
     callback.detach()
     return result, callback.offloader.moved_bytes
 
 
-def differing_with_activation_offload():
+def differing_with_activation_offload(device):
     """For each case, the positions that differ, and the bytes that were moved."""
     cases = [
         ("none", "32-true"),
@@ -57,8 +57,8 @@ def differing_with_activation_offload():
     ]
     result = {}
     for policy, precision in cases:
-        expected, _ = gradients(policy, precision, False)
-        actual, moved = gradients(policy, precision, True)
+        expected, _ = gradients(device, policy, precision, False)
+        actual, moved = gradients(device, policy, precision, True)
         where = [i for i, (a, e) in enumerate(zip(actual, expected, strict=True)) if not torch.equal(a, e)]
         result[str(policy), precision] = where, moved, sum(t.abs().sum().item() for t in expected)
     return result
@@ -105,17 +105,27 @@ def in_two_processes():
     assert not moved & parameters  # FSDP frees what it gathered: nobody else may touch it
     expected, actual = train_with_model_offload(False), train_with_model_offload(True)
     same = [torch.equal(a, e) for a, e in zip(actual, expected, strict=True)]
-    return differing_with_activation_offload(), same
+    return differing_with_activation_offload("cpu"), same
+
+
+def assert_same_and_moved(by_case):
+    for case, (where, moved, weight) in by_case.items():
+        assert (case, where) == (case, [])
+        assert moved > 0
+        assert weight > 0
 
 
 def test_training_is_bitwise_the_same_with_experts_and_shards_on_two_ranks():
     for by_case, same in run(in_two_processes, 2, init=False):
-        for case, (where, moved, weight) in by_case.items():
-            assert (case, where) == (case, [])
-            assert moved > 0
-            assert weight > 0
+        assert_same_and_moved(by_case)
         assert len(same) > 20
         assert all(same)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_gradients_are_bitwise_the_same_on_two_gpus():
+    for by_case in run(differing_with_activation_offload, 2, "cuda", device="cuda", init=False):
+        assert_same_and_moved(by_case)
 
 
 # --- any strategy, one process
