@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-POLICIES = ["torch checkpoint", "shared_experts", "none", "selective", "full", "norm,shared_experts", "routed=dispatch"]
+POLICIES = ["torch checkpoint", "none", "selective", "full", "norm,shared_experts", "routed=dispatch"]
 COMMAND = [sys.executable, "-m", "lightning_moe.bench", "memory", "--device", "cpu", "--repeats", "1", "--layers", "2"]
 
 
@@ -22,7 +22,6 @@ def test_it_measures_every_policy_beside_the_formula(tmp_path):
     assert list(rows) == POLICIES
     kept = {policy: row["kept_bytes"] for policy, row in rows.items()}
     assert kept["full"] < kept["selective"] < kept["norm,shared_experts"] < kept["routed=dispatch"] < kept["none"]
-    assert kept["shared_experts"] == kept["torch checkpoint"]  # a sum keeps neither's output
     width, hidden, top_k, shared, experts = 48, 64, 2, 48, 8
     routing = 4 * experts + 24 * top_k + 4
     # input, half-way sum, norms, attention, shared experts, routed experts; float32

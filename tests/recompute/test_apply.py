@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from transformers import DynamicCache
 
 from helpers.decoder import Decoder
@@ -318,6 +320,28 @@ def test_a_layer_with_shared_experts_keeps_what_the_formula_says(policy):
     expected += experts + 7 * top_k
     actual = per_token(lambda layers: Decoder(layers, **sizes), policy, 4)
     assert actual == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2])
+@pytest.mark.parametrize("norm", [False, True])
+def test_shared_experts_keep_no_more_than_under_torchs_checkpoint_whose_output_is_gone_too(norm, num_chunks):
+    """A sum keeps none of its terms, with overlap and without: no output is left that discarding could free."""
+    ids = batch(0)
+    ours, torchs = Decoder(dropout=0.0), Decoder(dropout=0.0)
+    for layer in torchs.layers:
+        shared = layer.moe.shared_experts
+        shared.forward = partial(torch_checkpoint, shared.forward, use_reentrant=False)
+    policies = RecomputePolicy(norm=norm, shared_experts=True), RecomputePolicy(norm=norm)
+    kept = []
+    for model, policy in zip((ours, torchs), policies, strict=True):
+        outputs = []
+        for layer in model.layers:
+            layer.moe.shared_experts.register_forward_hook(
+                lambda *call, outputs=outputs: outputs.append(StorageWeakRef(call[-1].untyped_storage()))
+            )
+        kept.append(kept_bytes(partial(applied(model, policy, num_chunks), ids), model, ids))
+        assert [output.expired() for output in outputs] == [True, True]
+    assert kept[0] == kept[1]
 
 
 def test_full_keeps_less_than_6_kib_a_token_at_the_width_of_qwen3_30b():
