@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from lightning.fabric import Fabric
-from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -162,8 +162,8 @@ def swa():
     return {"callbacks": [StochasticWeightAveraging(1e-3)]}
 
 
-def ema():
-    return {"callbacks": [EMAWeightAveraging()]}
+def two_averages():
+    return {"callbacks": [EMAWeightAveraging(), WeightAveraging()]}
 
 
 def anomaly():
@@ -175,8 +175,8 @@ def anomaly():
     [
         (OwnParameter, dict, "`OwnParameter` owns the parameters 'temperature' directly"),
         (SharedParameter, dict, "`Qwen3MoeForCausalLM.lm_head.weight` and `Linear.weight` are one parameter"),
-        (Task, swa, "`StochasticWeightAveraging` averages whole weights"),
-        (Task, ema, "`EMAWeightAveraging` averages whole weights"),
+        (Task, swa, "`StochasticWeightAveraging` averages whole weights.*Take `WeightAveraging`"),
+        (Task, two_averages, "holds one average.*2 callbacks.*`EMAWeightAveraging`, `WeightAveraging`"),
         (Task, anomaly, "detect_anomaly"),
     ],
 )

@@ -81,6 +81,13 @@ def load_checkpoint(
     return {key: value for key, value in source.rest.items() if key not in loaded}
 
 
+def keys_of(path: Path, weights_only: bool = True) -> set[str]:
+    """The keys of what a checkpoint holds beside the rest. Collective, with the errors of :func:`load_checkpoint`."""
+    _put_back(path)
+    with on_all_ranks():
+        return open_source(path, weights_only).keys()
+
+
 def load_weights(path: Path, module: nn.Module, strict: bool = True, weights_only: bool = True) -> None:
     """Load a file that holds a model's whole state dict and nothing else. Collective, as :func:`load_checkpoint`."""
     _put_back(path)

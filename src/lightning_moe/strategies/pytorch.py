@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -19,15 +20,16 @@ from lightning_moe._compat import (
     StochasticWeightAveraging,
     Trainer,
     TrainerFn,
-    WeightAveraging,
     optimizers_to_device,
     rank_zero_info,
 )
 from lightning_moe.buffers import release_buffers
-from lightning_moe.checkpoint.load import load_checkpoint
+from lightning_moe.checkpoint.load import keys_of, load_checkpoint
 from lightning_moe.checkpoint.place import make_way, tolerate_removal
+from lightning_moe.checkpoint.save import state_dicts
 from lightning_moe.parallel.gradients import clip_grad_norm_
 from lightning_moe.parallel.units import roots_below
+from lightning_moe.strategies.averaging import CURRENT, average_shards, find_average, wait_for_shards
 from lightning_moe.strategies.core import ExpertParallel, drop_stale_parameters, is_parallelized, no_gradient_sync
 from lightning_moe.strategies.failure import explain
 from lightning_moe.strategies.signals import Signals
@@ -55,8 +57,11 @@ class ChunkedEPStrategy(ExpertParallel, PytorchModelParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
+        assert self.lightning_module is not None
         PytorchStrategy.setup_environment(self)
         self._setup_distributed()
+        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+            wait_for_shards(self.lightning_module.trainer)
         self._failed = False
         self._agree_on_arguments(self.precision_plugin.precision)
         if self._settings.expert_parallel_size != "auto":
@@ -88,6 +93,7 @@ class ChunkedEPStrategy(ExpertParallel, PytorchModelParallelStrategy):
 
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
+            average_shards(trainer, self.model, self._state_of)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if fitting:
@@ -121,10 +127,15 @@ class ChunkedEPStrategy(ExpertParallel, PytorchModelParallelStrategy):
             return
         if storage_options is not None:
             raise TypeError(f"`{type(self).__name__}` writes to a local path: `storage_options` is not supported.")
-        sharded = {"state_dict": checkpoint.pop("state_dict")}
+        sharded = {key: checkpoint.pop(key) for key in ("state_dict", CURRENT) if key in checkpoint}
         for i, state in enumerate(checkpoint.pop("optimizer_states", [])):
             sharded[f"optimizer_{i}"] = state
         self._saves.folder(path, sharded, checkpoint)
+
+    def _state_of(self, module: nn.Module) -> dict[str, Any]:
+        sharded, _ = state_dicts({"": module}, not self._save_distributed_checkpoint, {})
+        state: dict[str, Any] = sharded[""]
+        return state
 
     def _save_file(self, path: Path, storage_options: Any | None, checkpoint: dict[str, Any]) -> None:
         with make_way(path):
@@ -144,13 +155,16 @@ class ChunkedEPStrategy(ExpertParallel, PytorchModelParallelStrategy):
         assert self.model is not None
         assert self.lightning_module is not None
         self.wait_for_save()
-        return load_checkpoint(
-            Path(self.broadcast(checkpoint_path)),
-            {"state_dict": self.model},
-            {f"optimizer_{i}": optimizer for i, optimizer in enumerate(self.optimizers)},
-            self.lightning_module.strict_loading,
-            self._resolve_weights_only(weights_only),
-        )
+        path, weights_only = Path(self.broadcast(checkpoint_path)), self._resolve_weights_only(weights_only)
+        average = find_average(self.lightning_module.trainer)
+        modules = {"state_dict": self.model}
+        if average is not None and CURRENT in keys_of(path, weights_only):
+            modules = {"state_dict": average.module, CURRENT: self.model}
+        optimizers = {f"optimizer_{i}": optimizer for i, optimizer in enumerate(self.optimizers)}
+        rest = load_checkpoint(path, modules, optimizers, self.lightning_module.strict_loading, weights_only)
+        if average is not None:  # its callback wants to load this itself
+            rest |= {key: module.state_dict() for key, module in modules.items()}
+        return rest
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -179,10 +193,10 @@ class ChunkedEPStrategy(ExpertParallel, PytorchModelParallelStrategy):
 def _refuse(trainer: Trainer) -> None:
     """What cannot work with sharded weights is refused, with the reason."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
+        if isinstance(callback, StochasticWeightAveraging):
             raise TypeError(
                 f"`{type(callback).__name__}` averages whole weights, which no rank has under `ChunkedEPStrategy`."
-                " Remove the callback."
+                " Take `WeightAveraging`, which makes the same average, of shards."
             )
     if trainer._detect_anomaly:
         raise ValueError(
