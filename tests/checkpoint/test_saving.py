@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import resource
 import threading
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
@@ -75,6 +76,17 @@ def error_of(function, *args, **kwargs):
     return "no error"
 
 
+@contextmanager
+def full_disk():
+    """No file of this process may grow beyond a kilobyte: writing fails in the kernel, as where there is no space."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
 def no_space(*args, **kwargs):
     raise OSError(28, "No space left on device")
 
@@ -122,16 +134,15 @@ def fail_to_save(folder, sharded, asynchronously):
     fabric.strategy.wait_for_save()
     saved = weights_of(state["model"].module)
     step(fabric, state)
-    failing = fabric.global_rank == (1 if sharded else 0)
-    write, torch_save = dcp.FileSystemWriter.write_data, torch.save
-    if failing:
-        dcp.FileSystemWriter.write_data, save.torch.save = no_space, no_space if not sharded else torch_save
-    said = error_of(fabric.save, path, state)
-    if asynchronously:
-        assert said == "no error"
-        said = error_of(fabric.strategy.wait_for_save)
-    dcp.FileSystemWriter.write_data, save.torch.save = write, torch_save
-    assert "No space left on device" in said, said
+    failing = 1 if sharded else 0
+    with full_disk() if fabric.global_rank == failing else nullcontext():
+        said = error_of(fabric.save, path, state)
+        if asynchronously:
+            assert said == "no error"
+            said = error_of(fabric.strategy.wait_for_save)
+    assert f"{path} could not be saved: " in said
+    assert said.endswith("OSError: [Errno 27] File too large"), said
+    assert sharded or said.startswith("RuntimeError: Rank 0 failed: ") == (fabric.global_rank == 1)
     _, fresh = new(sharded, seed=2)
     fabric.load(path, fresh)
     assert same(weights_of(fresh["model"].module), saved)
@@ -216,6 +227,10 @@ def keep_the_last(folder, sharded, save_last):
     later.validate(resumed, batches, ckpt_path="last", verbose=False)
     equal = same(weights_of(resumed.model), weights_of(task.model))
     later.fit(resumed, batches, ckpt_path="last")
+    with full_disk():
+        said = error_of(later.save_checkpoint, f"{folder}/epoch=2.ckpt")
+    assert "epoch=2.ckpt could not be saved: " in said
+    assert "OSError: [Errno 27] File too large" in said
     later.strategy._save_distributed_checkpoint = not sharded  # one format in the place of the other
     later.save_checkpoint(f"{folder}/epoch=2.ckpt")
     assert Path(folder, "epoch=2.ckpt").is_dir() != sharded

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import warnings
 
 import torch
@@ -130,8 +131,16 @@ def test_placement(monkeypatch):
     assert list(environment.check_placement([("a", 0), ("a", 1)], cpu)) == []
 
 
-def test_versions():
+def test_versions(monkeypatch):
     assert list(environment.check_versions()) == []
+    real = importlib.metadata.version
+    installed = {"deep_ep": "2.5.0", "torch": "2.10.0"}
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: installed.get(name) or real(name))
+    assert [problem.split(" is installed")[0] for problem in environment.check_versions()] == [
+        "torch 2.10.0",
+        "deep_ep 2.5.0",
+    ]
+    monkeypatch.undo()
     (old,) = environment.check_versions(["torch>=1000", "not-installed<2", "pytest<1; extra == 'test'"])
     assert f"torch {torch.__version__} is installed" in old
     assert "torch >=1000" in old

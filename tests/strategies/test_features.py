@@ -6,7 +6,6 @@ import csv
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ import torch
 from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 
 from helpers.models import computing_in, full, qwen3_moe, relative_error
@@ -21,7 +21,6 @@ from helpers.processes import run
 from helpers.training import LEARNING_RATE, STEPS, Task, global_batches, loader, my_share, trainer
 from lightning_moe import ChunkedEPStrategy
 
-TENSORBOARD = find_spec("tensorboard") is not None
 PADDING = 2  # tokens at the end of each sequence
 
 
@@ -121,12 +120,13 @@ class FeatureTask(Task):
         super().__init__(**case.model)
         case.prepare(self.model)
         self.case, self.automatic_optimization = case, not case.manual
-        self.evaluations = 0
+        self.evaluations, self.logged = 0, []
 
     def training_step(self, ids):
         loss = loss_of(self.model, ids, self.case.padded)
         self.losses.append(self.all_gather(loss.detach()).mean().item())
         self.log("loss", loss)
+        self.logged.append(loss.item())
         if self.case.manual:
             self._step(loss)
         return loss
@@ -171,15 +171,13 @@ def limits_and_loggers(folder, rank):
         task = FeatureTask(CASES["frozen experts"])
         trainer(ChunkedEPStrategy(), 2, **{"num_sanity_val_steps": 0} | options).fit(task, batches, batches)
         counts.append((len(task.losses), task.evaluations))
-    loggers = [CSVLogger(folder, name="csv", version="0")]
-    if TENSORBOARD:
-        loggers.append(TensorBoardLogger(folder, name="tensorboard", version="0"))
+    loggers = [logger(folder, name=logger.__name__, version="0") for logger in (CSVLogger, TensorBoardLogger)]
     runner = trainer(
         ChunkedEPStrategy(), 2, logger=loggers, log_every_n_steps=1, callbacks=[LearningRateMonitor("step")]
     )
     task = FeatureTask(Case(optimizers=with_a_scheduler))
     runner.fit(task, batches)
-    return counts
+    return counts, task.logged
 
 
 def test_features_of_the_trainer_equal_plain_torch(tmp_path):
@@ -196,13 +194,15 @@ def test_features_of_the_trainer_equal_plain_torch(tmp_path):
         for key, parameter in start.named_parameters():
             changed = not torch.equal(weights[key], parameter.detach())
             assert changed == parameter.requires_grad, f"{name}: {key}"
-    for _, counts in results:
+    for _, (counts, _) in results:
         assert counts == [(1, 1), (6, 4)]
-    rows = list(csv.DictReader((tmp_path / "csv" / "0" / "metrics.csv").open()))
-    rates = [float(row["lr-AdamW"]) for row in rows if row["lr-AdamW"]]
-    assert rates == pytest.approx([LEARNING_RATE * 0.7**step for step in range(STEPS)])
-    assert len([float(row["loss"]) for row in rows if row["loss"]]) == STEPS
-    assert not TENSORBOARD or any((tmp_path / "tensorboard" / "0").iterdir())
+    _, (_, logged) = results[0]  # rank 0 writes
+    assert len(logged) == STEPS
+    rows = list(csv.DictReader((tmp_path / "CSVLogger" / "0" / "metrics.csv").open()))
+    events = EventAccumulator(str(tmp_path / "TensorBoardLogger" / "0")).Reload()
+    for name, steps in {"lr-AdamW": [LEARNING_RATE * 0.7**step for step in range(STEPS)], "loss": logged}.items():
+        assert [float(row[name]) for row in rows if row[name]] == pytest.approx(steps)
+        assert [event.value for event in events.Scalars(name)] == pytest.approx(steps)
 
 
 # --- gradients that are not finite

@@ -33,6 +33,15 @@ def prepare(path: Path) -> None:
     partial.parent.mkdir(parents=True, exist_ok=True)
 
 
+def discard(path: Path) -> None:
+    """Remove what was not completed, as far as that is possible. To be called on one rank."""
+    partial = partial_path(path)
+    if _is_folder(partial):
+        shutil.rmtree(partial, ignore_errors=True)
+    else:
+        partial.unlink(missing_ok=True)
+
+
 def replace(new: Path, path: Path) -> None:
     """Put a complete checkpoint in the place of what is at the path. To be called on one rank."""
     with _aside(path, needed=_is_folder(path) or _is_folder(new)):

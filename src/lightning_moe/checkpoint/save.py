@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import io
-import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.optim import Optimizer
 
 from lightning_moe.checkpoint.optimizer import owner
-from lightning_moe.checkpoint.place import partial_path, prepare, replace
+from lightning_moe.checkpoint.place import discard, partial_path, prepare, replace
 from lightning_moe.checkpoint.ranks import on_all_ranks
 from lightning_moe.checkpoint.sources import REST
 from lightning_moe.ops.local import this_rank
@@ -74,13 +74,14 @@ def save_folder(path: Path, state: dict[str, Any], rest: bytes, group: dist.Proc
     with on_all_ranks(group):
         if leader:
             prepare(path)
-            partial.mkdir()
-            (partial / REST).write_bytes(rest)
+            with writing(path):
+                partial.mkdir()
+                (partial / REST).write_bytes(rest)
     try:
         dcp.save(state, storage_writer=dcp.FileSystemWriter(partial), process_group=group)
     except CheckpointException as error:  # a `BaseException`, the same on all ranks
         if leader:
-            shutil.rmtree(partial, ignore_errors=True)
+            discard(path)
         rank, (failure, _) = next(iter(error.failures.items()))
         message = f"{path} could not be saved: rank {rank} failed with {type(failure).__name__}: {failure}"
         raise RuntimeError(message) from failure
@@ -94,16 +95,35 @@ def save_file(path: Path, content: dict[str, Any]) -> None:
 
     Raises:
         IsADirectoryError: There is a folder at the path that is no checkpoint.
+        RuntimeError: It could not be written; the message says why. What was at the path is still there.
 
     """
     prepare(path)
-    partial = partial_path(path)
+    # to a path torch's own writer would not say that the disk is full, but only that it is not where it should be
+    with writing(path), partial_path(path).open("wb") as file:
+        torch.save(content, file)
+    replace(partial_path(path), path)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Leave nothing half-written where this context fails, and say which checkpoint could not be saved. On one rank."""
     try:
-        torch.save(content, partial)
-    except BaseException:
-        partial.unlink(missing_ok=True)
+        yield
+    except BaseException as error:
+        discard(path)
+        if isinstance(error, (OSError, RuntimeError)):
+            reason = _reason(error)
+            raise RuntimeError(f"{path} could not be saved: {type(reason).__name__}: {reason}") from error
         raise
-    replace(partial, path)
+
+
+def _reason(error: BaseException) -> BaseException:
+    """The error of the file system behind those that torch's writer has when it closes a file that it could not write."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__context__
+    return cause or error
 
 
 def packed(rest: dict[str, Any]) -> bytes:

@@ -26,7 +26,7 @@ from lightning_moe._compat import (
 from lightning_moe.buffers import release_buffers
 from lightning_moe.checkpoint.load import keys_of, load_checkpoint
 from lightning_moe.checkpoint.place import make_way, tolerate_removal
-from lightning_moe.checkpoint.save import state_dicts
+from lightning_moe.checkpoint.save import state_dicts, writing
 from lightning_moe.parallel.gradients import clip_grad_norm_
 from lightning_moe.parallel.units import roots_below
 from lightning_moe.strategies.averaging import CURRENT, average_shards, find_average, wait_for_shards
@@ -138,7 +138,7 @@ class ChunkedEPStrategy(ExpertParallel, PytorchModelParallelStrategy):
         return state
 
     def _save_file(self, path: Path, storage_options: Any | None, checkpoint: dict[str, Any]) -> None:
-        with make_way(path):
+        with make_way(path), writing(path):
             self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options)
 
     @override
