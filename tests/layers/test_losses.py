@@ -232,7 +232,21 @@ def losses_of(model, ids):
 
 
 def make(name):
-    return qwen3_moe() if name == "Hugging Face" else Decoder(dropout=0.0).double()
+    if name == "Hugging Face":
+        return qwen3_moe()
+    model = Decoder(dropout=0.0)
+    for layer in model.layers:  # everything that a router can do
+        layer.moe.router = TopKRouter(
+            *(16, 8, 3),
+            init_std=0.3,
+            score_function="sigmoid",
+            selection_bias=True,
+            num_groups=4,
+            top_k_groups=2,
+            scaling=2.5,
+        )
+        layer.moe.router.selection_bias.copy_(torch.rand(8) / 4)
+    return model.double()
 
 
 def task(model, ids):
@@ -269,6 +283,7 @@ def plainly(name, world_size, alone):
     model = make(name)
     if name == "Hugging Face":
         model.set_experts_implementation("eager")
+    score_function = "softmax" if name == "Hugging Face" else "sigmoid"
     gates = [module for key, module in model.named_modules() if key.endswith((".gate", ".router"))]
     with computing_in(torch.float64):
         for micro in range(2):
@@ -284,14 +299,16 @@ def plainly(name, world_size, alone):
                     total = total + loss / world_size
                 for i, x_TE in enumerate(logits):
                     everywhere[i].append(x_TE)
-                    sequences = [balance_by_token(x_SE, 3) for x_SE in x_TE.view(*ids.shape, -1)]
+                    sequences = [balance_by_token(x_SE, 3, score_function) for x_SE in x_TE.view(*ids.shape, -1)]
                     parts = (
-                        0.3 * balance_by_token(x_TE, 3)
+                        0.3 * balance_by_token(x_TE, 3, score_function)
                         + 0.5 * sum(sequences) / len(sequences)
                         + 0.01 * z_by_token(x_TE)
                     )
                     total = total + parts / len(gates) / world_size
-            total = total + sum(0.7 * balance_by_token(torch.cat(parts), 3) for parts in everywhere) / len(gates)
+            total = total + sum(
+                0.7 * balance_by_token(torch.cat(parts), 3, score_function) for parts in everywhere
+            ) / len(gates)
             (total / 2).backward()
     return {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
 
