@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from helpers import restarted
-from helpers.processes import _free_port
 from helpers.training import train_plainly
 
 
@@ -21,8 +20,8 @@ def test_a_rank_is_killed_and_the_restarted_run_ends_as_if_nothing_had_been(tmp_
         "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent / "src")]),
         "OMP_NUM_THREADS": "1",
     }
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
-    command = [*torchrun, "--master-port", str(_free_port()), restarted.__file__, str(tmp_path)]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, "--max-restarts", "1", restarted.__file__, str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr
     assert "Nothing was heard of rank 1" in done.stderr or "SIGTERM" in done.stderr, "rank 0 was waiting for it"
