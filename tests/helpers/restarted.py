@@ -1,4 +1,4 @@
-"""A training for ``torchrun --max-restarts 1``: in the first attempt rank 1 is killed in the middle of the last step but one."""
+"""A training for ``torchrun --max-restarts 1``: first, rank 1 is killed in the middle of the last step but one."""
 
 from __future__ import annotations
 

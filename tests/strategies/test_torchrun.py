@@ -25,7 +25,8 @@ def test_a_rank_is_killed_and_the_restarted_run_ends_as_if_nothing_had_been(tmp_
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr
     assert "Nothing was heard of rank 1" in done.stderr or "SIGTERM" in done.stderr, "rank 0 was waiting for it"
-    assert len(pids := [int(path.read_text()) for path in tmp_path.glob("*.pid")]) == 4
+    pids = [int(path.read_text()) for path in tmp_path.glob("*.pid")]
+    assert len(pids) == 4
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
