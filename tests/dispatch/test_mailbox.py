@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -108,6 +109,23 @@ def test_who_ended_is_named_long_before_the_timeout(how):
     assert first == third == "True Ranks [1] of the expert-parallel group have ended without telling their counts."
 
 
+def be_slow(turns: int) -> list[list[list[int]]]:
+    """Each rank's numbers are there long after it told them, as those of a device that is behind; all look meanwhile."""
+    box, heard = Mailbox(dist.group.WORLD, timedelta(seconds=60)), []
+    shown, box._mine = box._mine, tuple(torch.zeros_like(words) for words in box._mine)
+    for turn in range(1, turns + 1):
+        letter = box.tell(box.blank((1,), torch.device("cpu")) + dist.get_rank())
+        late = threading.Timer(0.5 + 0.3 * dist.get_rank(), shown[turn % 2].copy_, [box._mine[turn % 2]])
+        late.start()
+        heard.append(letter.wait())
+        late.join()
+    return heard
+
+
+def test_nobody_takes_itself_or_a_slow_one_for_gone():
+    assert run(be_slow, 3, 3) == [[[[0], [1], [2]]] * 3] * 3
+
+
 def come_late() -> list[str]:
     """Rank 1 sleeps over rank 0's patience; then both go on."""
     box = Mailbox(dist.group.WORLD, timedelta(seconds=0.3 if dist.get_rank() == 0 else 5))
@@ -162,10 +180,17 @@ def test_more_numbers_than_a_message_holds_are_refused():
     ]
 
 
+def lock_nothing(self, file, rank: int) -> None:
+    if rank == dist.get_world_size() - 1:
+        raise OSError("No locks available")
+
+
 def open_apart(whose_memory: str) -> str:
     """As if the last rank were on another host, or there were no room for the memory."""
     if whose_memory == "nobody's":
         mailbox._make = lambda num_bytes: None
+    elif whose_memory == "without locks":
+        mailbox._Presence.__init__ = lock_nothing
     elif dist.get_rank() == dist.get_world_size() - 1:
         Path.exists = lambda path: False
     try:
@@ -175,7 +200,9 @@ def open_apart(whose_memory: str) -> str:
     return "opened"
 
 
-@pytest.mark.parametrize(("whose_memory", "ranks"), [("the others'", "[2]"), ("nobody's", "[0, 1, 2]")])
+@pytest.mark.parametrize(
+    ("whose_memory", "ranks"), [("the others'", "[2]"), ("without locks", "[2]"), ("nobody's", "[0, 1, 2]")]
+)
 def test_all_ranks_hear_that_one_cannot_share_memory(whose_memory, ranks):
     expected = f"ranks {ranks} do not share memory with rank 0"
     assert run(open_apart, 3, whose_memory) == [expected] * 3

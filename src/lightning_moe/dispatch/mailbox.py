@@ -55,17 +55,16 @@ class Mailbox:
         self._broken = self._registered = False
         path: list[str | None] = [_make(8 * 2 * self._size * WORDS) if self._rank == 0 else None]
         dist.broadcast_object_list(path, group=group, group_src=0)
-        file, memory = _open(path[0])
-        if file is not None:
-            self._presence = _Presence(file, self._rank)
+        memory, presence = _open(path[0], self._rank)
         opened: list[bool] = [False] * self._size
         dist.all_gather_object(opened, memory is not None, group)
         if self._rank == 0 and path[0] is not None:
             os.unlink(path[0])  # the memory lives as long as somebody has it mapped
-        if memory is None or not all(opened):
+        if memory is None or presence is None or not all(opened):
             raise OSError(
                 f"ranks {[rank for rank, here in enumerate(opened) if not here]} do not share memory with rank 0"
             )
+        self._presence = presence
         self._read = memoryview(memory).cast("q")
         self._all = torch.frombuffer(memory, dtype=torch.int64)
         self._mine = self._all.view(2, self._size, WORDS)[:, self._rank].unbind()
@@ -120,7 +119,8 @@ class Mailbox:
                 )
             if waited > look:
                 look = waited + _LOOK
-                gone = self._presence.ended([rank for rank, words in enumerate(heard) if min(words) < first])
+                late = [rank for rank, words in enumerate(heard) if min(words) < first]
+                gone = self._presence.ended([rank for rank in late if rank != self._rank])  # its own device may be late
                 continue
             if latest >= first + TURN or waited > patience:
                 self._broken = True  # what comes later belongs to other calls
@@ -179,7 +179,7 @@ class _Presence:
         self._lock(self._try, 1, rank)
 
     def ended(self, ranks: Sequence[int]) -> list[int]:
-        """Those of some other ranks whose processes are no longer there."""
+        """Those of some other ranks whose processes are no longer there; asked about its own, a process would unlock it."""
         ended = []
         for rank in ranks:
             with suppress(OSError):  # it is locked
@@ -189,12 +189,12 @@ class _Presence:
         return ended
 
 
-def _open(path: str | None) -> tuple[BinaryIO | None, mmap.mmap | None]:
+def _open(path: str | None, rank: int) -> tuple[mmap.mmap | None, _Presence | None]:
     if path is None or not Path(path).exists():
         return None, None
     try:
         file = open(path, "r+b")  # noqa: SIM115 # its locks last as long as it is open
-        return file, mmap.mmap(file.fileno(), 0)
+        return mmap.mmap(file.fileno(), 0), _Presence(file, rank)
     except (OSError, ValueError):
         return None, None
 
