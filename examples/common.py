@@ -25,7 +25,7 @@ def parser(description: str | None = None) -> argparse.ArgumentParser:
     add("--learning-rate", type=float, default=2e-3, help="of AdamW")
     add("--expert-parallel-size", type=_int_or_auto, default="auto", help="processes that share one set of experts")
     add("--num-chunks", type=int, default=2, help="chunks of tokens in an MoE layer")
-    add("--recompute", default="none", help="none or full")
+    add("--recompute", default="none", choices=["none", "selective", "full"], help="what backward computes again")
     add("--seed", type=int, default=1, help="of the initial weights")
     add("--checkpoint-dir", metavar="PATH", default="checkpoints", help="where the checkpoint goes")
     add("--resume", metavar="PATH", help="checkpoint to go on from")

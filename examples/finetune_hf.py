@@ -1,24 +1,28 @@
 """Fine-tune a Qwen3-MoE that transformers saved, and save it for transformers again, with Lightning's Trainer.
 
-Without `--base` a small model with random weights is made first, so that nothing need be downloaded.
+Without `--base` a small model with random weights is made first, so that nothing need be downloaded. With one, its own
+tokenizer reads the text, if it has one.
 """
 
 from __future__ import annotations
 
 import argparse
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from common import model_config
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import TQDMProgressBar
-from text import TrainLoader, windows
+from text import TrainLoader, as_bytes, windows
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import AutoConfig, Qwen3MoeForCausalLM
+from transformers import AutoConfig, AutoTokenizer, Qwen3MoeForCausalLM
 
 from lightning_moe import ChunkedEPStrategy, load_huggingface, save_huggingface
+
+MOST_BYTES = 2**22  # of text that is tokenized
 
 
 def arguments() -> argparse.Namespace:
@@ -32,9 +36,17 @@ def arguments() -> argparse.Namespace:
     add("--precision", default="32-true", help="32-true, bf16-true or bf16-mixed")
     add("--steps", type=int, default=50, help="optimizer steps")
     add("--batch-size", type=int, default=8, help="windows a process and step")
-    add("--window", type=int, default=128, help="bytes in a window; the model sees bytes as its first 256 tokens")
-    add("--learning-rate", type=float, default=2e-3, help="of AdamW")
+    add("--window", type=int, default=128, help="tokens in a window; without a tokenizer they are bytes")
+    add("--learning-rate", type=float, help="of AdamW; by default 1e-5 with a base, else 2e-3")
     return result.parse_args()
+
+
+def encoder(base: Path) -> Callable[[bytearray], Tensor]:
+    """What makes ids of text, as the base does."""
+    if not (base / "tokenizer_config.json").exists():
+        return as_bytes
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    return lambda text: torch.tensor(tokenizer(text[:MOST_BYTES].decode(errors="replace"))["input_ids"])
 
 
 class FineTuning(LightningModule):
@@ -42,7 +54,7 @@ class FineTuning(LightningModule):
         super().__init__()
         self.args = args
         self.base = Path(args.base or f"{args.out}-base")
-        self.train_windows, self.val_windows = windows(args.data, args.window)
+        self.train_windows, self.val_windows = windows(args.data, args.window, encoder(self.base))
         self.model: Qwen3MoeForCausalLM | None = None
 
     def prepare_data(self) -> None:  # on one process
@@ -59,7 +71,8 @@ class FineTuning(LightningModule):
         return TrainLoader(self.train_windows, self.args.batch_size, self.args.steps)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=self.args.learning_rate)
+        learning_rate = self.args.learning_rate or (1e-5 if self.args.base else 2e-3)
+        return torch.optim.AdamW(self.parameters(), lr=learning_rate)
 
     def training_step(self, ids: Tensor, batch_idx: int) -> Tensor:
         loss = self.model(input_ids=ids, labels=ids).loss

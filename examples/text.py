@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ MAX_VALIDATION_BYTES = 2**17
 
 
 class Windows(Dataset[Tensor]):
-    """Windows of ``length`` bytes, side by side, as int64 ids."""
+    """Windows of ``length`` tokens, side by side, as int64 ids."""
 
     def __init__(self, data: Tensor, length: int) -> None:
         self.data = data
@@ -32,19 +32,26 @@ class Windows(Dataset[Tensor]):
         return self.data[index * self.length : (index + 1) * self.length].long()
 
 
-def windows(folder: str | None, length: int) -> tuple[Windows, Windows]:
+def as_bytes(text: bytearray) -> Tensor:
+    """The ids of text for a model over bytes."""
+    return torch.frombuffer(text, dtype=torch.uint8)
+
+
+def windows(
+    folder: str | None, length: int, encode: Callable[[bytearray], Tensor] = as_bytes
+) -> tuple[Windows, Windows]:
     """The windows to train on, and those of the tail, to validate on; by default of Python's standard library."""
     root = Path(folder or sysconfig.get_path("stdlib"))
     if not root.is_dir():
         raise SystemExit(f"{root} is not a folder. Give a folder of text files with `--data`.")
     text = _read(root)
-    held_out = min(len(text) // 10, MAX_VALIDATION_BYTES)
+    data = encode(text)
+    held_out = min(len(data) // 10, MAX_VALIDATION_BYTES)
     if held_out < length:
         raise SystemExit(
-            f"{root} holds {len(text):,} bytes of text (files in {' or '.join(SUFFIXES)}), but at least {10 * length:,} are"
+            f"{root} holds {len(data):,} tokens of text (files in {' or '.join(SUFFIXES)}), but at least {10 * length:,} are"
             " needed. Give another folder with `--data`."
         )
-    data = torch.frombuffer(text, dtype=torch.uint8)
     return Windows(data[:-held_out], length), Windows(data[-held_out:], length)
 
 

@@ -27,6 +27,7 @@ def test_only_compat_imports_lightning():
 
 
 FLOORS = [
+    {"bench"},
     {"strategies"},
     {"parallel"},
     {"checkpoint"},

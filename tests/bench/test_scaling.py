@@ -67,7 +67,7 @@ def test_the_table_is_fitted_to_the_first_file_and_shows_the_others(monkeypatch,
     other = tmp_path / "op-A-ep4.json"
     other.write_text(json.dumps(result | {"expert_parallel_size": 4}))
     _, _, two, four, eight = scaling(
-        monkeypatch, capsys, "--results", str(RESULT), str(other), "--sizes", "2", "4", "8", "5"
+        monkeypatch, capsys, "--results", str(RESULT), str(other), "--sizes", "2", "4", "8"
     )
     keys = [(*way, "auto", n) for way in (("forward", "none"), ("both", "full")) for n in (1, 2, 4)]
     assert two == ["2", two[1], *(word for key in keys for word in (f"{ms[key]:.2f}", f"({ms[key]:.2f})"))]
@@ -80,8 +80,18 @@ def test_the_table_is_fitted_to_the_first_file_and_shows_the_others(monkeypatch,
     assert free[2:] == [f"{ms[key]:.2f}" for key in keys]  # nothing grows where transfers take no time
 
 
-def test_what_does_not_go_together_is_refused(monkeypatch, capsys, tmp_path):
-    other = tmp_path / "op-B.json"
-    other.write_text(json.dumps(json.loads(RESULT.read_text()) | {"shape": "B"}))
-    with pytest.raises(SystemExit, match="of one shape and one routing"):
-        scaling(monkeypatch, capsys, "--results", str(RESULT), str(other))
+@pytest.mark.parametrize(
+    ("changed", "files", "options", "said"),
+    [
+        ({"shape": "B"}, ["result", "other"], [], "of one shape and one routing"),
+        ({"routing": "zipf"}, ["other"], [], "of balanced routing"),
+        ({}, ["result", "other"], [], r"different numbers of ranks, but are of \[2, 2\]"),
+        ({}, ["result"], ["--sizes", "2", "3"], r"`--sizes` \[3\] do not share out 128 experts"),
+        ({}, ["result"], ["--dispatcher", "nvlink"], "one that was measured: all_to_all, auto"),
+    ],
+)
+def test_what_does_not_fit_is_refused(changed, files, options, said, monkeypatch, capsys, tmp_path):
+    paths = {"result": RESULT, "other": tmp_path / "other.json"}
+    paths["other"].write_text(json.dumps(json.loads(RESULT.read_text()) | changed))
+    with pytest.raises(SystemExit, match=said):
+        scaling(monkeypatch, capsys, "--results", *(str(paths[name]) for name in files), *options)

@@ -82,7 +82,7 @@ def test_trains_and_resumes(way, text_folder, at_once, tmp_path):
 
 def test_a_folder_without_text_is_refused(tmp_path, text):
     (tmp_path / "picture.png").write_bytes(bytes(100_000))
-    with pytest.raises(SystemExit, match=r"holds 0 bytes of text .*`--data`"):
+    with pytest.raises(SystemExit, match=r"holds 0 tokens of text .*`--data`"):
         text.windows(str(tmp_path), 64)
     with pytest.raises(SystemExit, match="is not a folder"):
         text.windows(str(tmp_path / "picture.png"), 64)

@@ -9,6 +9,7 @@ import traceback
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
@@ -18,7 +19,7 @@ from helpers.processes import run
 from helpers.training import LEARNING_RATE, Task, loader, my_share, trainer
 from lightning_moe import ChunkedEPStrategy
 from lightning_moe.buffers import held_bytes
-from lightning_moe.strategies import pytorch
+from lightning_moe.strategies import failure, pytorch
 
 STEPS = 6
 
@@ -227,3 +228,21 @@ def held_and_given_back():
 def test_buffers_are_given_back_at_the_end_of_a_fit():
     for found in run(held_and_given_back, 2, device="cuda", init=False):
         assert found == [(True, 0, STEPS)] * 2
+
+
+def lose_a_peer_after(run_begins: bool) -> str:
+    """Rank 1 had an error that somebody caught; then rank 0 loses it for another reason."""
+    if dist.get_rank() == 1:
+        failure.explain(ValueError("of an earlier run"))
+        if run_begins:
+            failure.forget()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        failure.explain(error := TimeoutError("no counts"))
+        return error.__notes__[0]
+    return ""
+
+
+def test_an_error_of_an_earlier_run_is_not_blamed():
+    assert "rank 1 failed with ValueError: of an earlier run" in run(lose_a_peer_after, 2, False)[0]
+    assert "Nothing was heard of rank 1" in run(lose_a_peer_after, 2, True)[0]

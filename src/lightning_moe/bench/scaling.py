@@ -51,12 +51,14 @@ class Pass(NamedTuple):
         floor: Milliseconds without communication.
         dispatched: Hidden states that travel with a row on its way out.
         combined: Likewise on its way back.
+        is_backward: Whether the routing is known already.
 
     """
 
     floor: float
     dispatched: int
     combined: int
+    is_backward: bool = False
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,6 +81,16 @@ def run(arguments: argparse.Namespace) -> None:
     same = ("shape", "hidden", "ffn", "experts", "top_k", "tokens", "routing")
     if any(result[name] != results[0][name] for result in results for name in same):
         raise SystemExit("`--results` must be of one shape and one routing, with different numbers of ranks.")
+    first, measured_sizes = results[0], [result["expert_parallel_size"] for result in results]
+    if first["routing"] != "balanced":
+        raise SystemExit("`--results` must be of balanced routing, which the model is made for.")
+    if len(set(measured_sizes)) < len(measured_sizes):
+        raise SystemExit(f"`--results` must be of different numbers of ranks, but are of {measured_sizes}.")
+    if uneven := [size for size in arguments.sizes if size < 1 or first["experts"] % size]:
+        raise SystemExit(f"`--sizes` {uneven} do not share out {first['experts']} experts evenly.")
+    known = sorted({row["dispatcher"] for row in first["rows"]} - {"floor"})
+    if arguments.dispatcher not in known:
+        raise SystemExit(f"`--dispatcher` must be one that was measured: {', '.join(known)}.")
     links = Links(arguments.host, arguments.network, arguments.gpus, arguments.latency)
     print(table(results, arguments.sizes, arguments.dispatcher, links))
 
@@ -121,10 +133,11 @@ def pipelined(work: Sequence[float], arrive: Sequence[float], leave: Sequence[fl
 def predicted(passes: Sequence[Pass], chunks: int, ranks: int, result: dict[str, Any], links: Links) -> float:
     """Milliseconds of some passes one after the other, without what the model does not explain."""
     rows = rows_across(result["tokens"], result["experts"], result["top_k"], ranks)
-    slots = 8 * result["top_k"]  # bytes of a row's routing weights and ids
+    hidden, slots = 2 * result["hidden"], 4 * result["top_k"]
     total = 0.0
-    for floor, dispatched, combined in passes:
-        out, back = (2 * result["hidden"] * count + slots for count in (dispatched, combined))
+    for floor, dispatched, combined, is_backward in passes:
+        # forward sends weights and ids along, backward brings the weights' gradients back
+        out, back = hidden * dispatched + (0 if is_backward else 2 * slots), hidden * combined + slots * is_backward
         if chunks == 1 or ranks == 1:
             total += floor + transfer(rows, out, ranks, links) + transfer(rows, back, ranks, links)
             continue
@@ -168,8 +181,6 @@ def table(results: Sequence[dict[str, Any]], sizes: Sequence[int], dispatcher: s
         + "".join(f"{f'{d} n={n}':>24}" for d in ("forward", "full") for n in chunks_of),
     ]
     for ranks in sizes:
-        if first["experts"] % ranks:
-            continue
         rows = rows_across(first["tokens"], first["experts"], first["top_k"], ranks)
         line = f"{ranks:>3} {rows * 2 * first['hidden'] / 1e9:>9.3f}  "
         for direction, mode in (("forward", "none"), ("both", "full")):
@@ -179,7 +190,9 @@ def table(results: Sequence[dict[str, Any]], sizes: Sequence[int], dispatcher: s
                 if both is None or there is None:
                     line += f"{'-':>24}"
                     continue
-                passes = [Pass(forward, 1, 1)] + ([Pass(both - forward, 2, 1)] if direction == "both" else [])
+                passes = [Pass(forward, 1, 1)] + (
+                    [Pass(both - forward, 2, 1, is_backward=True)] if direction == "both" else []
+                )
                 rest = there - predicted(passes, chunks, first["expert_parallel_size"], first, links)
                 value = rest + predicted(passes, chunks, ranks, first, links)
                 seen = measured(by_size[ranks], direction, mode, dispatcher, chunks) if ranks in by_size else None

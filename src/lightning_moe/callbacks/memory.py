@@ -63,11 +63,11 @@ class MemoryMonitor(Anywhere):
     Args:
         every_n_steps: How often figures are logged. Peaks are read in the steps between, too.
         folder: Where the timeline and snapshots are written. With ``None`` neither is.
-        record_history: Whether a snapshot shows not only what memory holds, but who allocated it, and what came before. Each
-            allocation then looks up where it was made, which can take a fifth of a step.
+        record_history: Whether a snapshot, which GPUs alone have, shows not only what memory holds, but who allocated it, and
+            what came before. Each allocation then looks up where it was made, which can take a fifth of a step.
 
     Raises:
-        ValueError: An argument is out of its range, or a history is to be recorded that no snapshot would show.
+        ValueError: An argument is out of its range, or a history is to be recorded without a folder for snapshots.
 
     """
 
@@ -98,7 +98,7 @@ class MemoryMonitor(Anywhere):
 
         Args:
             module: Its parameters count, its layers are named. The same module a second time changes nothing.
-            loggers: Lightning's; they get the figures.
+            loggers: Lightning's; they get the figures, in place of those of an earlier call where any are given.
             device: Where it trains; by default where its parameters are.
 
         Raises:
@@ -112,7 +112,7 @@ class MemoryMonitor(Anywhere):
                 f"`MemoryMonitor` cannot follow `{type(module).__name__}`: its parameters are"
                 f" {'on the meta device' if parameter is not None else 'none'}. Attach it to a model that is set up."
             )
-        self._loggers = loggers
+        self._loggers = loggers or self._loggers
         if self._meter is None:
             self._meter = Meter(device or parameter.device, self._every_n_steps, self._on_step)
             self._meter.step = self._step
@@ -212,8 +212,10 @@ class MemoryMonitor(Anywhere):
             torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
         except (OSError, RuntimeError) as error:
             return f"{message}\n  no snapshot could be written to {path}: {error}"
-        hint = "" if self._recording else " (`MemoryMonitor(record_history=True)` shows in it who allocated what)"
-        return f"{message}\n  snapshot for https://pytorch.org/memory_viz: {path}{hint}"
+        message = f"{message}\n  snapshot for https://pytorch.org/memory_viz: {path}"
+        if torch._C._cuda_isHistoryEnabled():
+            return message
+        return f"{message} (`MemoryMonitor(record_history=True)` shows in it who allocated what)"
 
     # --- the Trainer; `fabric.call` gives no trainer
 
@@ -275,8 +277,9 @@ class MemoryMonitor(Anywhere):
     # --- Fabric
 
     def on_after_setup(self, fabric: Any, module: nn.Module) -> None:
-        """Fabric calls it from ``fabric.setup``."""
-        self.attach(module, fabric.loggers, fabric.device)
+        """Fabric calls it from ``fabric.setup``, for losses without parameters too."""
+        if next(module.parameters(), None) is not None:
+            self.attach(module, fabric.loggers, fabric.device)
 
 
 def _step_of_metrics(trainer: Trainer) -> int:

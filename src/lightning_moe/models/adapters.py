@@ -53,7 +53,8 @@ def swap_blocks(model: nn.Module) -> list[Block]:
         ValueError: A block was changed by somebody, is shared by two modules, or has a layout that its adapter does not serve.
 
     """
-    blocks = []
+    blocks: list[Block] = []
+    swaps: dict[str, nn.Module] = {}  # done once all blocks are known to be served
     seen: dict[nn.Module, tuple[str, nn.Module]] = {}
     for name, module in list(model.named_modules(remove_duplicate=False)):
         known = _known_class(module)
@@ -78,8 +79,10 @@ def swap_blocks(model: nn.Module) -> list[Block]:
             )
         refuse_changed(name, module, known)
         layer = FAMILIES[_qualified_name(known)].from_hf(module).train(module.training)
-        model.set_submodule(name, layer)
+        swaps[name] = layer
         blocks.append(Block(name, type(module).__name__, layer))
+    for name, swapped in swaps.items():
+        model.set_submodule(name, swapped)
     return blocks
 
 

@@ -1,4 +1,4 @@
-"""One autograd Function over the three primitives, in four modes."""
+"""One autograd Function over both primitives, in four modes."""
 
 from __future__ import annotations
 

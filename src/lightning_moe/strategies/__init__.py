@@ -31,7 +31,7 @@ def _not_attached(self: Any, *_: Any, **__: Any) -> NoReturn:
 
 
 class ChunkedEPStrategy(ExpertParallel, PytorchParallelStrategy, FabricParallelStrategy, metaclass=_EitherFlavour):  # type: ignore[misc]
-    """Expert parallelism for mixture-of-experts models, with its communication hidden behind compute by chunks of tokens.
+    """Expert parallelism for mixture-of-experts models, with its communication hidden behind compute, chunk by chunk.
 
     The strategy finds the MoE blocks of the model, shards their experts over groups of processes, trains all other
     parameters with FSDP2 over all processes, and gives every process its own data.
@@ -39,11 +39,11 @@ class ChunkedEPStrategy(ExpertParallel, PytorchParallelStrategy, FabricParallelS
     Args:
         expert_parallel_size: Processes that share one set of experts. ``"auto"`` is the largest number that divides the
             processes and the number of experts and stays on one host.
-        num_chunks: Chunks that each process's tokens are cut into in an MoE layer; while one computes, the next is
-            dispatched and the last one combined. 1 is expert parallelism without overlap.
+        num_chunks: With balanced routing, at most this part (one half, one third, ...) of an MoE layer's rows is worked on at
+            once, while the next rows are dispatched and the last ones combined. 1 is expert parallelism without overlap.
         dispatcher: What moves the tokens: ``"local"`` (one process holds all experts), ``"nvlink"`` (copies between GPUs of one
             host), ``"deep_ep"`` (DeepEP between them, in bfloat16), ``"all_to_all"`` (gloo or NCCL), or ``"auto"``, the first
-            of these that fits.
+            of these that fits; ``"deep_ep"``, which was slower than ``"nvlink"`` wherever it ran, only where it is named.
         recompute: What backward computes again instead of keeping it: ``"none"``, ``"selective"``, ``"full"``, a list of names
             such as ``["norm", "moe_act"]``, or a ``RecomputePolicy``.
         reshard_after_forward: Free a layer's gathered parameters after its forward, and gather them again in backward.

@@ -175,8 +175,8 @@ class ExpertParallel:
     ) -> bool:
         """Make a model expert-parallel, in place.
 
-        What can be refused is refused before anything is changed, on all ranks: digests of the model are all that is exchanged
-        until then.
+        What can be refused is refused before anything is sharded, on all ranks: digests of the model are all that is exchanged
+        until then. A model that is refused may have its MoE blocks replaced already, by ones that give the same.
 
         Returns:
             Whether there was anything to do: a model that was set up before under the same settings stays as it is.

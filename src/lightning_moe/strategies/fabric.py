@@ -33,7 +33,7 @@ from lightning_moe.strategies.core import (
     refuse_optimizers,
     remap_optimizers,
 )
-from lightning_moe.strategies.failure import explain_uncaught
+from lightning_moe.strategies.failure import explain_uncaught, forget
 
 
 class ChunkedEPStrategy(ExpertParallel, FabricModelParallelStrategy):
@@ -60,6 +60,7 @@ class ChunkedEPStrategy(ExpertParallel, FabricModelParallelStrategy):
     def setup_environment(self) -> None:
         FabricStrategy.setup_environment(self)
         self._setup_distributed()
+        forget()
         explain_uncaught()
         self._agree_on_arguments(self.precision.precision)
         if self._settings.expert_parallel_size != "auto":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import time
+from contextlib import suppress
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -35,6 +36,13 @@ def explain(error: BaseException) -> None:
     except RuntimeError:  # the store lives in rank 0's process, unless torchrun keeps it
         if is_consequence:
             error.add_note("Rank 0 has ended, and so this rank lost it: rank 0's own output may say why.")
+
+
+def forget() -> None:
+    """Take back what this rank said of an earlier failure, which somebody caught: another run begins. Not collective."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        with suppress(RuntimeError):  # a store that cannot be asked
+            dist.distributed_c10d._get_default_store().delete_key(f"{_KEY}/{dist.get_rank()}")
 
 
 def explain_uncaught() -> None:

@@ -31,7 +31,7 @@ from lightning_moe.parallel.gradients import clip_grad_norm_
 from lightning_moe.parallel.units import roots_below
 from lightning_moe.strategies.averaging import CURRENT, average_shards, find_average, wait_for_shards
 from lightning_moe.strategies.core import ExpertParallel, drop_stale_parameters, is_parallelized, no_gradient_sync
-from lightning_moe.strategies.failure import explain
+from lightning_moe.strategies.failure import explain, forget
 from lightning_moe.strategies.signals import Signals
 
 
@@ -60,6 +60,7 @@ class ChunkedEPStrategy(ExpertParallel, PytorchModelParallelStrategy):
         assert self.lightning_module is not None
         PytorchStrategy.setup_environment(self)
         self._setup_distributed()
+        forget()
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
             wait_for_shards(self.lightning_module.trainer)
         self._failed = False
