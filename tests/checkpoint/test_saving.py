@@ -171,7 +171,7 @@ def save_beside(folder, sharded):
 
         return gated
 
-    names = ("save_folder", "_on_first_rank")
+    names = ("save_folder", "on_first_rank")
     originals = [getattr(background, name) for name in names]
     for name, original in zip(names, originals, strict=True):
         setattr(background, name, waiting(original))

@@ -11,29 +11,17 @@ from typing import Any
 import pytest
 import torch
 from lightning.fabric import Fabric
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoConfig, Qwen3MoeForCausalLM
 
+from helpers.models import VOCABULARY, full, qwen3_moe
 from helpers.processes import run
 from lightning_moe import ChunkedEPStrategy, load_huggingface, save_huggingface
 
-VOCABULARY = 128
-
-
-def config(device: str) -> Qwen3MoeConfig:
-    """Large enough on GPUs for their own kernels."""
-    hidden, width = (256, 128) if device == "cuda" else (32, 16)
-    return Qwen3MoeConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=hidden,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=hidden // 4,
-        num_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=width,
-        norm_topk_prob=True,
-    )
+# on GPUs large enough for their own kernels
+SIZES: dict[str, dict[str, int]] = {
+    "cpu": {},
+    "cuda": {"hidden_size": 256, "moe_intermediate_size": 128, "head_dim": 64},
+}
 
 
 class Training:
@@ -44,7 +32,7 @@ class Training:
         self.fabric = Fabric(accelerator=device, devices=world_size, strategy=strategy, precision="bf16-true")
         self.fabric.launch()
         with torch.device("meta"):
-            model = Qwen3MoeForCausalLM(config(device))
+            model = Qwen3MoeForCausalLM(AutoConfig.from_pretrained(folder / "base"))
         load_huggingface(model, folder / "base")
         self.model = self.fabric.setup_module(model)
         self.optimizer = self.fabric.setup_optimizers(torch.optim.AdamW(self.model.parameters(), lr=1e-3))
@@ -64,7 +52,7 @@ class Training:
         return losses
 
     def weights(self) -> dict[str, torch.Tensor]:
-        return {name: p.full_tensor().detach().cpu().clone() for name, p in self.model.module.named_parameters()}
+        return {name: full(p).clone() for name, p in self.model.module.named_parameters()}
 
 
 def trains_until_a_rank_is_killed(device: str, folder: Path) -> str:
@@ -114,8 +102,7 @@ def goes_on_alone(device: str, folder: Path) -> dict[str, Any]:
     ],
 )
 def test_what_two_processes_began_one_ends_and_transformers_reads(device, tmp_path):
-    torch.manual_seed(0)
-    Qwen3MoeForCausalLM(config(device)).to(torch.bfloat16).save_pretrained(tmp_path / "base")
+    qwen3_moe(torch.bfloat16, **SIZES[device]).save_pretrained(tmp_path / "base")
     options = {"device": device, "init": False, "timeout": 110}
     survivor, _ = run(trains_until_a_rank_is_killed, 2, device, tmp_path, killed=(1,), **options)
     assert survivor, "rank 0 did not notice that rank 1 was gone"

@@ -26,6 +26,9 @@ from typing import Any, NamedTuple
 
 from lightning_moe.dispatch.schedule import schedule
 
+_DIRECTIONS = {"forward": ("forward", "none"), "full": ("both", "full")}
+"""Column -> direction and mode in a result of ``bench op``."""
+
 
 class Links(NamedTuple):
     """What moves rows.
@@ -142,16 +145,15 @@ def predicted(passes: Sequence[Pass], chunks: int, ranks: int, result: dict[str,
             total += floor + transfer(rows, out, ranks, links) + transfer(rows, back, ranks, links)
             continue
         plan = schedule(chunks, ranks)
-        parts = [(chunk.units.stop - chunk.units.start) / plan.num_units for chunk in plan.chunks]
-        peers = [part if chunk.peers else 0.0 for part, chunk in zip(parts, plan.chunks, strict=True)]
-        shares = [
-            part * ((ranks - 1) / ranks if chunk.peers else 1 / ranks)
-            for part, chunk in zip(parts, plan.chunks, strict=True)
-        ]
+        work, peers = [], []
+        for chunk in plan.chunks:
+            part = (chunk.units.stop - chunk.units.start) / plan.num_units
+            work.append(floor * part * ((ranks - 1) / ranks if chunk.peers else 1 / ranks))
+            peers.append(rows * part if chunk.peers else 0.0)
         total += pipelined(
-            [floor * share for share in shares],
-            [transfer(rows * part, out, ranks, links) for part in peers],
-            [transfer(rows * part, back, ranks, links) for part in peers],
+            work,
+            [transfer(count, out, ranks, links) for count in peers],
+            [transfer(count, back, ranks, links) for count in peers],
         )
     return total
 
@@ -169,33 +171,33 @@ def measured(result: dict[str, Any], direction: str, mode: str, dispatcher: str,
 def table(results: Sequence[dict[str, Any]], sizes: Sequence[int], dispatcher: str, links: Links) -> str:
     """A line for each number of ranks, direction and number of chunks; what was measured stands in brackets."""
     first = results[0]
-    forward = measured(first, "forward", "none", "floor", 1)
+    forward, full = (measured(first, *what, "floor", 1) for what in _DIRECTIONS.values())
     if forward is None:
         raise SystemExit("`--results` begins with a file that has no floor of a forward: it is not of `bench op`.")
+    passes = {"forward": [Pass(forward, 1, 1)]}
+    if full is not None:
+        passes["full"] = [*passes["forward"], Pass(full - forward, 2, 1, is_backward=True)]
     by_size = {result["expert_parallel_size"]: result for result in results}
-    chunks_of = sorted({row["chunks"] for row in first["rows"] if row["dispatcher"] == dispatcher})
+    all_chunks = sorted({row["chunks"] for row in first["rows"] if row["dispatcher"] == dispatcher})
+    columns = [(name, chunks) for name in _DIRECTIONS for chunks in all_chunks]
+
+    def cell(name: str, chunks: int, ranks: int) -> str:
+        fitted = measured(first, *_DIRECTIONS[name], dispatcher, chunks)
+        if fitted is None or name not in passes:
+            return "-"
+        here, there = (
+            predicted(passes[name], chunks, size, first, links) for size in (first["expert_parallel_size"], ranks)
+        )
+        seen = measured(by_size[ranks], *_DIRECTIONS[name], dispatcher, chunks) if ranks in by_size else None
+        return f"{fitted - here + there:.2f}" + ("" if seen is None else f" ({seen:.2f})")
+
     lines = [
         f"shape {first['shape']}, {first['tokens']} tokens a rank, fitted to EP {first['expert_parallel_size']};"
         f" {links.host:g} GB/s in a host of {links.size}, {links.network:g} between hosts; ms, measured ones in brackets",
-        f"{'EP':>3} {'GB across':>9}  "
-        + "".join(f"{f'{d} n={n}':>24}" for d in ("forward", "full") for n in chunks_of),
+        f"{'EP':>3} {'GB across':>9}  " + "".join(f"{f'{name} n={chunks}':>24}" for name, chunks in columns),
     ]
     for ranks in sizes:
         rows = rows_across(first["tokens"], first["experts"], first["top_k"], ranks)
-        line = f"{ranks:>3} {rows * 2 * first['hidden'] / 1e9:>9.3f}  "
-        for direction, mode in (("forward", "none"), ("both", "full")):
-            both = measured(first, direction, mode, "floor", 1)
-            for chunks in chunks_of:
-                there = measured(first, direction, mode, dispatcher, chunks)
-                if both is None or there is None:
-                    line += f"{'-':>24}"
-                    continue
-                passes = [Pass(forward, 1, 1)] + (
-                    [Pass(both - forward, 2, 1, is_backward=True)] if direction == "both" else []
-                )
-                rest = there - predicted(passes, chunks, first["expert_parallel_size"], first, links)
-                value = rest + predicted(passes, chunks, ranks, first, links)
-                seen = measured(by_size[ranks], direction, mode, dispatcher, chunks) if ranks in by_size else None
-                line += f"{f'{value:.2f}' + ('' if seen is None else f' ({seen:.2f})'):>24}"
-        lines.append(line)
+        cells = "".join(f"{cell(name, chunks, ranks):>24}" for name, chunks in columns)
+        lines.append(f"{ranks:>3} {rows * 2 * first['hidden'] / 1e9:>9.3f}  {cells}")
     return "\n".join(lines)

@@ -16,9 +16,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from lightning_moe.checkpoint.ranks import on_all_ranks
+from lightning_moe.checkpoint.ranks import on_first_rank
 from lightning_moe.checkpoint.save import packed, save_folder
-from lightning_moe.ops.local import this_rank
 
 _log = logging.getLogger(__name__)
 
@@ -58,7 +57,7 @@ class Saves:
 
         """
         self.wait()
-        self.then(partial(_on_first_rank, partial(write, self._kept(content)), self._open_group()))
+        self.then(partial(on_first_rank, partial(write, self._kept(content)), self._open_group()))
 
     def then(self, job: Callable[[], None]) -> None:
         """Run a job once what was submitted before is done. It must fail on all ranks or on none."""
@@ -111,9 +110,3 @@ def _copied(tensor: Tensor) -> Tensor:
     if isinstance(tensor, DTensor) and tensor.device_mesh.device_type != "cpu" and tensor.device.type == "cpu":
         return tensor  # it was copied from a device
     return tensor.to("cpu", copy=True)
-
-
-def _on_first_rank(write: Callable[[], None], group: dist.ProcessGroup | None) -> None:
-    with on_all_ranks(group):
-        if this_rank() == 0:
-            write()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,9 @@ from lightning_moe.checkpoint.messages import class_name, listed, quoted
 from lightning_moe.checkpoint.names import plain_name
 from lightning_moe.checkpoint.optimizer import Match, match_groups, owner, restore
 from lightning_moe.checkpoint.place import put_back
-from lightning_moe.checkpoint.ranks import on_all_ranks
+from lightning_moe.checkpoint.ranks import on_all_ranks, on_first_rank
 from lightning_moe.checkpoint.shards import empty_shard
 from lightning_moe.checkpoint.sources import File, Source, open_source, read_file
-from lightning_moe.ops.local import this_rank
 
 Sizes = Mapping[str, torch.Size | None]
 
@@ -59,7 +59,7 @@ def load_checkpoint(
         RuntimeError: Another rank failed.
 
     """
-    _put_back(path)
+    on_first_rank(partial(put_back, path))
     with on_all_ranks():
         source = open_source(path, weights_only)
         _refuse_missing_keys(path, source, modules, optimizers)
@@ -83,14 +83,14 @@ def load_checkpoint(
 
 def keys_of(path: Path, weights_only: bool = True) -> set[str]:
     """The keys of what a checkpoint holds beside the rest. Collective, with the errors of :func:`load_checkpoint`."""
-    _put_back(path)
+    on_first_rank(partial(put_back, path))
     with on_all_ranks():
         return open_source(path, weights_only).keys()
 
 
 def load_weights(path: Path, module: nn.Module, strict: bool = True, weights_only: bool = True) -> None:
     """Load a file that holds a model's whole state dict and nothing else. Collective, as :func:`load_checkpoint`."""
-    _put_back(path)
+    on_first_rank(partial(put_back, path))
     with on_all_ranks():
         if not path.is_file():
             raise FileNotFoundError(f"There is no file at {path}. To load a folder, pass the model in a dictionary.")
@@ -147,12 +147,6 @@ def _read(source: Source, key: str, module: nn.Module, strict: bool) -> dict[str
     if foreign := values.keys() - own_names.keys():
         raise ValueError(f"The `{class_name(module)}` itself has {listed(quoted(foreign))} under another name.")
     return {own_names[name]: value for name, value in values.items()}
-
-
-def _put_back(path: Path) -> None:
-    with on_all_ranks():
-        if this_rank() == 0:
-            put_back(path)
 
 
 def _match(source: Source, key: str, optimizer: Optimizer, modules: Mapping[str, nn.Module]) -> Match:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
+
+from lightning_moe.ops.local import this_rank
 
 
 @contextmanager
@@ -32,6 +34,13 @@ def on_all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     for rank, message in enumerate(heard):
         if message is not None:
             raise RuntimeError(f"Rank {rank} failed: {message}")
+
+
+def on_first_rank(act: Callable[[], None], group: dist.ProcessGroup | None = None) -> None:
+    """Let one rank do something; an error of it is every rank's. Collective, as :func:`on_all_ranks`."""
+    with on_all_ranks(group):
+        if this_rank() == 0:
+            act()
 
 
 def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:

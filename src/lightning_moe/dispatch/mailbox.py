@@ -55,16 +55,16 @@ class Mailbox:
         self._broken = self._registered = False
         path: list[str | None] = [_make(8 * 2 * self._size * WORDS) if self._rank == 0 else None]
         dist.broadcast_object_list(path, group=group, group_src=0)
-        memory, presence = _open(path[0], self._rank)
+        mine = _open(path[0], self._rank)
         opened: list[bool] = [False] * self._size
-        dist.all_gather_object(opened, memory is not None, group)
+        dist.all_gather_object(opened, mine is not None, group)
         if self._rank == 0 and path[0] is not None:
             os.unlink(path[0])  # the memory lives as long as somebody has it mapped
-        if memory is None or presence is None or not all(opened):
+        if mine is None or not all(opened):
             raise OSError(
                 f"ranks {[rank for rank, here in enumerate(opened) if not here]} do not share memory with rank 0"
             )
-        self._presence = presence
+        memory, self._presence = mine
         self._read = memoryview(memory).cast("q")
         self._all = torch.frombuffer(memory, dtype=torch.int64)
         self._mine = self._all.view(2, self._size, WORDS)[:, self._rank].unbind()
@@ -112,6 +112,7 @@ class Mailbox:
             if all(first <= min(words) and max(words) < first + TURN for words in heard):
                 return [[word - first for word in words] for words in heard]
             waited, latest = time.monotonic() - begin, max(map(max, heard))
+            late = [rank for rank, words in enumerate(heard) if min(words) < first]
             if gone:  # and what they told before is not there
                 self._broken = True
                 raise dist.DistNetworkError(
@@ -119,12 +120,10 @@ class Mailbox:
                 )
             if waited > look:
                 look = waited + _LOOK
-                late = [rank for rank, words in enumerate(heard) if min(words) < first]
                 gone = self._presence.ended([rank for rank in late if rank != self._rank])  # its own device may be late
                 continue
             if latest >= first + TURN or waited > patience:
                 self._broken = True  # what comes later belongs to other calls
-                ranks = [rank for rank, words in enumerate(heard) if min(words) < first]
                 ahead = [rank for rank, words in enumerate(heard) if max(words) >= first + TURN]
                 if ahead:
                     raise TimeoutError(
@@ -132,7 +131,7 @@ class Mailbox:
                         " layers in the same order."
                     )
                 raise TimeoutError(
-                    f"Ranks {ranks} of the expert-parallel group did not tell their counts within {self._timeout}: they"
+                    f"Ranks {late} of the expert-parallel group did not tell their counts within {self._timeout}: they"
                     " failed, or they do not call the same layers in the same order."
                 )
             time.sleep(0 if waited < _SPIN else 5e-5)  # let other threads of this process run
@@ -174,7 +173,7 @@ class _Presence:
     def __init__(self, file: BinaryIO, rank: int) -> None:
         import fcntl
 
-        self._file, self._lock = file, partial(fcntl.lockf, file)
+        self._lock = partial(fcntl.lockf, file)  # and so the file stays open
         self._try, self._open = fcntl.LOCK_EX | fcntl.LOCK_NB, fcntl.LOCK_UN
         self._lock(self._try, 1, rank)
 
@@ -189,14 +188,14 @@ class _Presence:
         return ended
 
 
-def _open(path: str | None, rank: int) -> tuple[mmap.mmap | None, _Presence | None]:
+def _open(path: str | None, rank: int) -> tuple[mmap.mmap, _Presence] | None:
     if path is None or not Path(path).exists():
-        return None, None
+        return None
     try:
         file = open(path, "r+b")  # noqa: SIM115 # its locks last as long as it is open
         return mmap.mmap(file.fileno(), 0), _Presence(file, rank)
     except (OSError, ValueError):
-        return None, None
+        return None
 
 
 def _make(num_bytes: int) -> str | None:
