@@ -11,6 +11,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_moe import buffers
+from lightning_moe.layers import GroupedExperts
+from lightning_moe.memory.owners import Owners
 from lightning_moe.offload import ModelOffloader
 from lightning_moe.offload import model as engine
 from lightning_moe.ops.local import local_part, sharded_parameters
@@ -132,6 +134,22 @@ def test_gradients_that_are_not_reduced_yet_leave_too(tmp_path):
         assert all(torch.equal(a, e) for a, e in zip(*results, strict=True))
     finally:
         destroy_process_group()
+
+
+def test_gradients_that_experts_hold_back_leave_too():
+    """Between micro-batches; ``MemoryMonitor`` counts them as gradients."""
+    torch.manual_seed(0)
+    experts, ids_TK = GroupedExperts(4, 16, 8), torch.tensor([[0, 2], [3, 1], [2, 3]])
+    tokens_TH, weights_TK = torch.randn(3, 16), torch.rand(3, 2)
+    experts.gradient_sums.holds = True
+    experts(tokens_TH, weights_TK, ids_TK).sum().backward()
+    totals = experts.gradient_sums.totals
+    expected, owners = [total.clone() for total in totals], Owners(torch.device("cpu"))
+    owners.add_module(experts)
+    assert owners.held(0)["gradients"] == sum(total.nbytes for total in totals) > 0
+    with ModelOffloader(experts).offloaded():
+        assert [total.untyped_storage().nbytes() for total in totals] == [0, 0]
+    assert all(torch.equal(total, e) for total, e in zip(totals, expected, strict=True))
 
 
 def test_a_reload_that_fails_loses_nothing(monkeypatch):

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from lightning_moe.dispatch import LocalDispatcher
+from lightning_moe.layers import GroupedExperts
 from lightning_moe.overlap import chunked_experts, primitives
+from lightning_moe.overlap.gradient_sums import GradientSums
 from lightning_moe.recompute.policy import ROUTED_MODES
 from overlap.dense import HIDDEN, NUM_EXPERTS, TOP_K, WIDTH, dense, make_case
 
@@ -180,3 +182,66 @@ def test_a_second_derivative_is_refused():
     (grad,) = torch.autograd.grad(layer(inputs, case.ids_TK, "none"), inputs[0], grad_TH, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         (grad * case.grad_TH).sum().backward()
+
+
+def test_gradients_that_are_held_back_are_summed_in_float32_and_rounded_once():
+    """Three calls of bfloat16 matrices: nothing is heard of the first two, and the third's gradient is the sum of all."""
+    cases = [make_case(0, num_tokens, dtype=torch.bfloat16) for num_tokens in (40, 0, 60)]
+    sums, dispatcher = GradientSums(), LocalDispatcher()
+    matrices = [x.clone().requires_grad_() for x in (cases[0].gate_up_E2FH, cases[0].down_EHF)]
+    exact = [torch.zeros_like(x, dtype=torch.float64) for x in matrices]
+    size = [torch.zeros_like(x) for x in exact]
+    for case in cases:
+        sums.holds = case is not cases[-1]
+        plans = dispatcher.plan(case.ids_TK, case.weights_TK, NUM_EXPERTS, 2)
+        out_TH = chunked_experts(case.tokens_TH, case.weights_TK, *matrices, dispatcher, plans, "full", 0.25, sums)
+        out_TH.backward(case.grad_TH)
+        assert [x.grad is None for x in matrices] == [sums.holds] * 2
+        assert all((x is not None and x.dtype == torch.float32) == sums.holds for x in sums.totals)
+        alone = [x.clone().requires_grad_() for x in matrices]
+        (one,) = dispatcher.plan(case.ids_TK, case.weights_TK, NUM_EXPERTS, 1)
+        wide = [x.detach().float().requires_grad_() for x in alone]  # converted inside: a gradient that is not rounded
+        chunked_experts(case.tokens_TH, case.weights_TK, *wide, dispatcher, [one], "none").backward(case.grad_TH)
+        for total, absolute, x in zip(exact, size, wide, strict=True):
+            assert x.grad.dtype == torch.float32
+            total += 0.25 * x.grad.double()
+            absolute += 0.25 * x.grad.double().abs()
+    for x, total, absolute in zip(matrices, exact, size, strict=True):
+        rounding = total.abs() * 2**-8 + absolute * 1e-5
+        assert ((x.grad.double() - total).abs() <= rounding).all()
+
+
+def test_matrices_of_another_dtype_are_converted_and_nothing_of_that_is_kept():
+    case = make_case(0, 9, dtype=torch.bfloat16)
+    matrices = [x.float().requires_grad_() for x in (case.gate_up_E2FH, case.down_EHF)]
+    same = [x.detach().bfloat16().requires_grad_() for x in matrices]
+    saved = []
+    for weights in (matrices, same):
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: saved[-1].append(x) or x, lambda x: x):
+            saved.append([])
+            out_TH = layer([case.tokens_TH, case.weights_TK, *weights], case.ids_TK, "full")
+        out_TH.backward(case.grad_TH)
+    assert [x.dtype for x in saved[0][:2]] == [torch.float32] * 2
+    assert all(ours is x for ours, x in zip(saved[0], matrices, strict=False))
+    assert len(saved[0]) == len(saved[1])
+    for wide, narrow in zip(matrices, same, strict=True):
+        assert wide.grad.dtype == torch.float32
+        assert torch.equal(wide.grad.bfloat16(), narrow.grad)
+
+
+def test_what_is_held_when_no_backward_comes_is_handed_over():
+    experts = GroupedExperts(NUM_EXPERTS, HIDDEN, WIDTH)
+    case = make_case(0, 9, dtype=torch.float32)
+    experts.distribute(LocalDispatcher(), 2, "full", weight_grad_scale=0.5)
+    experts(case.tokens_TH, case.weights_TK, case.ids_TK).backward(case.grad_TH)
+    expected = [x.grad for x in experts.parameters()]
+    experts.zero_grad()
+    experts.gradient_sums.holds = True
+    experts(case.tokens_TH, case.weights_TK, case.ids_TK).backward(case.grad_TH)
+    experts.hand_over_gradients()
+    assert [x.grad for x in experts.parameters()] == [None, None]
+    experts.gradient_sums.holds = False
+    for _ in range(2):  # there is nothing to hand over twice
+        experts.hand_over_gradients()
+        for x, once in zip(experts.parameters(), expected, strict=True):
+            torch.testing.assert_close(x.grad, once, rtol=1e-6, atol=1e-6)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from helpers.processes import run
 from lightning_moe.dispatch import select_dispatcher
 from lightning_moe.overlap import primitives
+from lightning_moe.overlap.gradient_sums import GradientTarget
 from lightning_moe.overlap.lanes import Communication, Lanes, pipeline
 from lightning_moe.overlap.primitives import Weights
 from overlap.dense import NUM_EXPERTS, make_case
@@ -141,7 +142,9 @@ def recorded_exchanges(sizes: list[int], num_chunks: int) -> dict[str, list]:
     for mode in ("none", "dispatch", "full"):
         _, kept = primitives.forward(recorder, plans, *inputs, experts, mode)
         found[f"forward {mode}"], recorder.calls = recorder.calls, []
-        primitives.backward(recorder, plans, kept, case.grad_TH, case.tokens_TH, experts)
+        primitives.backward(
+            recorder, plans, kept, case.grad_TH, case.tokens_TH, experts, [GradientTarget(case.grad_TH.dtype)] * 2
+        )
         found[f"backward {mode}"], recorder.calls = recorder.calls, []
     return found
 

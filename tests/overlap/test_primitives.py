@@ -15,6 +15,7 @@ from lightning_moe.ops.grouped_mm import grouped_mm
 from lightning_moe.ops.rows import gather
 from lightning_moe.ops.swiglu import swiglu_backward
 from lightning_moe.overlap import primitives
+from lightning_moe.overlap.gradient_sums import GradientTarget
 from lightning_moe.overlap.primitives import Gradients, Weights
 from lightning_moe.overlap.weight_gradients import chunk_rows
 from lightning_moe.recompute.policy import ROUTED_MODES
@@ -42,10 +43,10 @@ def call(dispatcher, case: Case, rank: int, num_chunks: int, mode: str, buffers=
     plans = dispatcher.plan(case.ids_TK, case.weights_TK, NUM_EXPERTS, num_chunks)
     inputs = (case.tokens_TH, case.weights_TK)
     out_TH, kept = primitives.forward(dispatcher, plans, *inputs, experts, mode, buffers[0])
-    options = {"weight_grad_scale": SCALE, "grad_tokens_TH": buffers[1]}
+    targets = [GradientTarget(case.grad_TH.dtype, SCALE)] * 2
     # what the mode says was kept is not handed in again
     tokens_TH = case.tokens_TH if mode in ("dispatch", "full") else None
-    grads = primitives.backward(dispatcher, plans, kept, case.grad_TH, tokens_TH, experts, **options)
+    grads = primitives.backward(dispatcher, plans, kept, case.grad_TH, tokens_TH, experts, targets, buffers[1])
     return out_TH, grads, kept, plans
 
 
@@ -148,7 +149,8 @@ def what_runs(num_chunks: int):
         _, kept = primitives.forward(counting, plans, case.tokens_TH, case.weights_TK, experts, mode)
         forward = Counter(log)
         log.clear()
-        primitives.backward(counting, plans, kept, case.grad_TH, case.tokens_TH, experts)
+        targets = [GradientTarget(torch.float64)] * 2
+        primitives.backward(counting, plans, kept, case.grad_TH, case.tokens_TH, experts, targets)
         counted[mode] = forward, Counter(log), sum(plan.route is not None for plan in plans), len(plans)
         log.clear()
     return counted
@@ -215,7 +217,8 @@ def test_a_weight_gradient_that_is_not_asked_for_is_none(mode, needed):
     plans = dispatcher.plan(case.ids_TK, case.weights_TK, NUM_EXPERTS, 2)
     inputs, experts = (case.tokens_TH, case.weights_TK), Weights(case.gate_up_E2FH, case.down_EHF)
     _, kept = primitives.forward(dispatcher, plans, *inputs, experts, mode)
-    grads = primitives.backward(dispatcher, plans, kept, case.grad_TH, case.tokens_TH, experts, needed)
+    targets = [GradientTarget(torch.float64) if wanted else None for wanted in needed]
+    grads = primitives.backward(dispatcher, plans, kept, case.grad_TH, case.tokens_TH, experts, targets)
     _, (tokens,), (weights,), gate_up, down = reference([case])
     expected = tokens, weights, gate_up if needed[0] else None, down if needed[1] else None
     for actual, exact in zip(grads, expected, strict=True):

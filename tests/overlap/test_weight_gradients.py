@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lightning_moe.ops.grouped_mm import Groups
+from lightning_moe.overlap.gradient_sums import GradientTarget
 from lightning_moe.overlap.weight_gradients import ChunkGroups, WeightGradient
 
 SHAPE = (2, 3, 4)
@@ -26,16 +27,19 @@ OUTGROWN = 2 * 3 * 4 // (3 + 4) + 1  # rows whose operands are larger than the m
 )
 @pytest.mark.parametrize("frugal", [True, False])
 @pytest.mark.parametrize("inputs_kept", [True, False])
-def test_operands_wait_while_they_are_small_beside_their_sum(rows_of, together, frugal, inputs_kept):
+@pytest.mark.parametrize("added_to", ["nothing", "an earlier sum"])
+def test_operands_wait_while_they_are_small_beside_their_sum(rows_of, together, frugal, inputs_kept, added_to):
     generator = torch.Generator().manual_seed(sum(rows_of))
+    earlier_eMN = None if added_to == "nothing" else torch.randn(SHAPE, generator=generator, dtype=torch.float64)
     weight_eMN = torch.empty(SHAPE, dtype=torch.float64)
     chunks = [Groups(rows, torch.tensor([rows // 2, rows], dtype=torch.int32)) for rows in rows_of]
     places = ChunkGroups(chunks).rows
     grads_RM = torch.randn(sum(rows_of), 3, generator=generator, dtype=torch.float64)
     rows_RN = torch.randn(sum(rows_of), 4, generator=generator, dtype=torch.float64)
-    gradient = WeightGradient(weight_eMN, ChunkGroups(chunks), 0.5, rows_RN.clone() if inputs_kept else None, frugal)
+    target = GradientTarget(torch.float64, 0.5, None if earlier_eMN is None else earlier_eMN.clone())
+    gradient = WeightGradient(weight_eMN, ChunkGroups(chunks), target, rows_RN.clone() if inputs_kept else None, frugal)
     assert gradient.at_once == (frugal and len(rows_of) > 1)
-    expected_eMN = torch.zeros_like(weight_eMN)
+    expected_eMN = torch.zeros_like(weight_eMN) if earlier_eMN is None else earlier_eMN.clone()
     for i, (chunk, place) in enumerate(zip(chunks, places, strict=True)):
         operands = gradient.operands(i)
         waits = len(rows_of) > 1 and i < together and together > 1

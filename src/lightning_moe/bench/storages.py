@@ -11,6 +11,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lightning_moe.ops.local import local_part
+
 
 class Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Knows every storage that an op made while it was on, and keeps none alive."""
@@ -38,7 +40,7 @@ def kept_bytes(forward: Callable[[], Tensor], *known: Any) -> int:
     with Storages() as storages:
         result = forward()
     outside = [leaf for item in (*known, result) for leaf in tensors_of(item)]
-    for storage in {leaf.untyped_storage()._cdata for leaf in outside}:
+    for storage in {local_part(leaf).untyped_storage()._cdata for leaf in outside}:
         storages.made.pop(storage, None)
     live: int = storages.live_bytes()
     return live

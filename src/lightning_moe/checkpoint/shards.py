@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from lightning_moe.ops.local import local_part
+from lightning_moe.ops.local import as_part_of, local_part
 
 Region = tuple[slice, ...]
 """A box in a tensor: a slice with start and stop for each dim."""
@@ -24,12 +24,7 @@ def region(tensor: Tensor) -> Region:
 
 def empty_shard(like: Tensor, dtype: torch.dtype) -> Tensor:
     """A tensor that is sharded as another one is, without values."""
-    local = torch.empty_like(local_part(like), dtype=dtype, requires_grad=False)
-    if not isinstance(like, DTensor):
-        return local
-    return DTensor.from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    return as_part_of(torch.empty_like(local_part(like), dtype=dtype, requires_grad=False), like)
 
 
 @torch.no_grad()

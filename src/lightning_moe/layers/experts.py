@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from lightning_moe.dispatch import Dispatcher, LocalDispatcher
 from lightning_moe.dispatch.base import nothing
-from lightning_moe.ops.local import local_part
 from lightning_moe.ops.rows import accumulation_dtype
 from lightning_moe.overlap import chunked_experts
+from lightning_moe.overlap.gradient_sums import GradientSums
 from lightning_moe.overlap.kept import KEPT
 from lightning_moe.recompute import RoutedMode
 
@@ -33,6 +33,7 @@ class GroupedExperts(nn.Module):
     Attributes:
         gate_up_proj: ``[E, 2F, H]``, the gate's F rows, then the up projection's.
         down_proj: ``[E, H, F]``.
+        gradient_sums: Gradients of micro-batches that are held back, if they are.
 
     """
 
@@ -42,6 +43,7 @@ class GroupedExperts(nn.Module):
         self.init_std = init_std
         self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, hidden_size))
         self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
+        self.gradient_sums = GradientSums()
         self.distribute(LocalDispatcher())
         self.reset_parameters()
 
@@ -55,6 +57,7 @@ class GroupedExperts(nn.Module):
         num_chunks: int = 1,
         mode: RoutedMode = "none",
         weight_grad_scale: float = 1.0,
+        compute_dtype: torch.dtype | None = None,
     ) -> None:
         """Choose how tokens reach the experts.
 
@@ -65,6 +68,8 @@ class GroupedExperts(nn.Module):
             mode: What backward recomputes.
             weight_grad_scale: Factor on the weights' gradients. They hold the sum over the group's tokens; with a loss that
                 is a mean over ranks, ``1 / dispatcher.size`` makes it the group's mean.
+            compute_dtype: What both matrices are converted to in forward and backward; ``None`` for their own. Under autocast
+                it is autocast's.
 
         """
         if not isinstance(num_chunks, int) or num_chunks < 1:
@@ -75,11 +80,16 @@ class GroupedExperts(nn.Module):
         self.num_chunks = num_chunks
         self.mode: RoutedMode = mode
         self.weight_grad_scale = weight_grad_scale
+        self.compute_dtype = compute_dtype
 
     @property
     def kept_names(self) -> tuple[str, ...]:
         """What is kept for backward and has a name: see :data:`lightning_moe.overlap.kept.KEPT`."""
         return KEPT[self.mode]
+
+    def hand_over_gradients(self) -> None:
+        """Add what is held back to the matrices' gradients, unless more is to come: where no backward took it."""
+        self.gradient_sums.give_to((self.gate_up_proj, self.down_proj), self.weight_grad_scale)
 
     def forward(
         self, tokens_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor, meanwhile: Callable[[], None] = nothing
@@ -105,8 +115,7 @@ class GroupedExperts(nn.Module):
                 "Expected tokens [T, H] with `weights_TK` and `ids_TK` [T, K], but got"
                 f" {list(tokens_TH.shape)}, {list(weights_TK.shape)} and {list(ids_TK.shape)}."
             )
-        gate_up_e2FH, down_eHF = local_part(self.gate_up_proj), local_part(self.down_proj)
-        dtype = gate_up_e2FH.dtype
+        dtype = self.compute_dtype or self.gate_up_proj.dtype
         if torch.is_autocast_enabled(tokens_TH.device.type) and dtype != torch.float64:
             dtype = torch.get_autocast_dtype(tokens_TH.device.type)
         weights_TK = weights_TK.to(accumulation_dtype(dtype))
@@ -114,12 +123,13 @@ class GroupedExperts(nn.Module):
         return chunked_experts(
             tokens_TH.to(dtype),
             weights_TK,
-            gate_up_e2FH.to(dtype),
-            down_eHF.to(dtype),
+            self.gate_up_proj,
+            self.down_proj,
             self.dispatcher,
             plans,
             self.mode,
             self.weight_grad_scale,
+            self.gradient_sums,
         )
 
     def extra_repr(self) -> str:

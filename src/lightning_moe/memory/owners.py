@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_moe.buffers import held_bytes
 from lightning_moe.ops.local import local_part, sharded_parameters
+from lightning_moe.overlap.gradient_sums import held_gradients
 
 Referent = TypeVar("Referent")
 
@@ -62,12 +63,12 @@ class Owners:
     def held(self, used: int) -> dict[str, int]:
         """Bytes by category; all but :data:`OUTSIDE` sum to ``used``.
 
-        ``parameters`` includes buffers and what FSDP2 has gathered, ``gradients`` also those that it has not reduced yet.
+        ``parameters`` includes buffers and what FSDP2 has gathered, ``gradients`` also those of micro-batches before the last.
         """
         parameters: list[Tensor | None] = []
         for module in _alive(self._modules):
             parameters += [*module._parameters.values(), *module._buffers.values()]
-        unreduced = []
+        unreduced = list(held_gradients(_alive(self._modules)))
         for parameter in sharded_parameters(_alive(self._units)):
             parameters += [parameter.sharded_param, getattr(parameter, "_unsharded_param", None)]
             unreduced.append(parameter.unsharded_accumulated_grad)

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_moe.buffers import release_buffers
 from lightning_moe.offload.copies import as_bytes
 from lightning_moe.ops.local import local_part, sharded_parameters
+from lightning_moe.overlap.gradient_sums import held_gradients
 
 
 class ModelOffloader:
@@ -133,6 +134,7 @@ class ModelOffloader:
             gathered = getattr(sharded, "_unsharded_param", None)
             unreduced = (sharded.unsharded_accumulated_grad, None if gathered is None else gathered.grad)
             yield from (grad for grad in unreduced if grad is not None)
+        yield from held_gradients(submodule for module in self._modules for submodule in module.modules())
         for optimizer in self._optimizers:
             for leaf in tree_leaves(list(optimizer.state.values())):
                 if isinstance(leaf, Tensor):

@@ -16,6 +16,15 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def as_part_of(local: Tensor, whole: Tensor) -> Tensor:
+    """This rank's part of a tensor that is distributed as another one is; the inverse of :func:`local_part`."""
+    if not isinstance(whole, DTensor):
+        return local
+    return DTensor.from_local(
+        local, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+
+
 def sharded_parameters(units: Iterable[FSDPModule]) -> Iterator[Any]:
     """What FSDP2 knows of each parameter: beside the one that the module shows there may be a gathered and a sharded one."""
     for unit in units:

@@ -12,9 +12,11 @@ from torch.autograd.function import once_differentiable
 
 from lightning_moe.dispatch.base import Dispatcher, Plan
 from lightning_moe.ops.grouped_mm import Groups
+from lightning_moe.ops.local import as_part_of, local_part
 from lightning_moe.ops.routing import Order
 from lightning_moe.ops.rows import RowMap
 from lightning_moe.overlap import primitives
+from lightning_moe.overlap.gradient_sums import GradientSums
 from lightning_moe.overlap.kept import name_kept
 from lightning_moe.overlap.primitives import Kept, Weights
 from lightning_moe.recompute.policy import RoutedMode
@@ -35,18 +37,21 @@ def chunked_experts(
     plans: Sequence[Plan],
     mode: RoutedMode,
     weight_grad_scale: float = 1.0,
+    sums: GradientSums | None = None,
 ) -> Tensor:
     """The routed experts' output, differentiable in tokens, routing weights and both matrices.
 
     Args:
-        tokens_TH: ``[T, H]``, local tokens, in the experts' dtype.
+        tokens_TH: ``[T, H]``, local tokens, in the dtype to compute in.
         weights_TK: ``[T, K]``, routing weights, float32 (float64 for float64 tokens).
-        gate_up_e2FH: ``[e, 2F, H]``, local.
-        down_eHF: ``[e, H, F]``, local.
+        gate_up_e2FH: ``[e, 2F, H]``, local, or a DTensor with such a part on each rank. Where its dtype is another one, it is
+            converted for the time of forward and again for that of backward, and the gradient has its own.
+        down_eHF: ``[e, H, F]``, likewise.
         dispatcher: Moves rows between ranks.
         plans: From ``dispatcher.plan``, for these very routing weights.
         mode: What is kept for backward; see :class:`~lightning_moe.recompute.RecomputePolicy`.
         weight_grad_scale: Factor on the gradients of the two matrices.
+        sums: May hold these back, until a later call's are added to them.
 
     Returns:
         ``[T, H]``. The gradient of each matrix is handed to autograd once, whatever the number of chunks.
@@ -55,7 +60,8 @@ def chunked_experts(
     tensors = (tokens_TH, weights_TK, gate_up_e2FH, down_eHF)
     if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
         mode = "full"  # no backward will come: keep nothing
-    result: Tensor = _ChunkedExperts.apply(*tensors, dispatcher, plans, mode, weight_grad_scale)  # type: ignore[no-untyped-call]
+    options = (mode, weight_grad_scale, GradientSums() if sums is None else sums)
+    result: Tensor = _ChunkedExperts.apply(*tensors, dispatcher, plans, *options)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -71,16 +77,20 @@ class _ChunkedExperts(torch.autograd.Function):
         plans: Sequence[Plan],
         mode: RoutedMode,
         weight_grad_scale: float,
+        sums: GradientSums,
     ) -> Tensor:
-        experts = Weights(gate_up_e2FH, down_eHF)
+        matrices = (gate_up_e2FH, down_eHF)
+        local = tuple(local_part(matrix) for matrix in matrices)
+        experts = _converted(local, tokens_TH.dtype)
         for watcher in watchers:
             watcher(plans, [])
         with _without_autocast(tokens_TH.device.type):
             out_TH, kept = primitives.forward(dispatcher, plans, tokens_TH, weights_TK, experts, mode)
-        ctx.dispatcher, ctx.plans, ctx.weight_grad_scale = dispatcher, plans, weight_grad_scale
+        ctx.dispatcher, ctx.plans, ctx.weight_grad_scale, ctx.sums = dispatcher, plans, weight_grad_scale, sums
+        ctx.matrices = matrices
         ctx.restore, tensors = _flattened(kept)
         tensors = [tokens_TH if kept.rows_RH is None else None, *tensors]
-        ctx.save_for_backward(gate_up_e2FH, down_eHF, *tensors)
+        ctx.save_for_backward(*local, *tensors)  # whose hooks are somebody's may not know DTensors
         for watcher in watchers:
             watcher(plans, [tensor for tensor in tensors if tensor is not None])
         return out_TH
@@ -89,7 +99,12 @@ class _ChunkedExperts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor | None, ...]:
         gate_up_e2FH, down_eHF, tokens_TH, *tensors = ctx.saved_tensors
+        matrices, sums = ctx.matrices, ctx.sums
         grad_TH = grad_TH.contiguous()  # `sum().backward()` sends an expanded scalar
+        targets = [
+            sums.target(i, matrix.dtype, ctx.weight_grad_scale) if needed else None
+            for i, (matrix, needed) in enumerate(zip(matrices, ctx.needs_input_grad[2:4], strict=True))
+        ]
         with _without_autocast(grad_TH.device.type):
             grads = primitives.backward(
                 ctx.dispatcher,
@@ -97,11 +112,19 @@ class _ChunkedExperts(torch.autograd.Function):
                 ctx.restore(tensors),
                 grad_TH,
                 tokens_TH,
-                Weights(gate_up_e2FH, down_eHF),
-                ctx.needs_input_grad[2:4],
-                ctx.weight_grad_scale,
+                _converted((gate_up_e2FH, down_eHF), grad_TH.dtype),
+                targets,
             )
-        return (*grads, None, None, None, None)
+        of_matrices = []
+        for i, (grad, matrix) in enumerate(zip(grads[2:], matrices, strict=True)):
+            handed_on = sums.hand_on(i, grad)
+            of_matrices.append(None if handed_on is None else as_part_of(handed_on, matrix))
+        return (*grads[:2], *of_matrices, *[None] * 5)
+
+
+def _converted(matrices: Sequence[Tensor], dtype: torch.dtype) -> Weights:
+    """Both in the dtype to compute in."""
+    return Weights(*(matrix.to(dtype) for matrix in matrices))
 
 
 def _without_autocast(device_type: str) -> AbstractContextManager[Any]:

@@ -25,6 +25,7 @@ from lightning_moe.ops.grouped_mm import grouped_mm, grouped_mm_swiglu
 from lightning_moe.ops.routing import Order, sort_by_expert
 from lightning_moe.ops.rows import RowMap, collect, gather, reduce
 from lightning_moe.ops.swiglu import swiglu_backward
+from lightning_moe.overlap.gradient_sums import GradientTarget
 from lightning_moe.overlap.lanes import Communication, Lanes, pipeline
 from lightning_moe.overlap.weight_gradients import ChunkGroups, WeightGradient, chunk_rows
 from lightning_moe.recompute.policy import RoutedMode
@@ -67,7 +68,7 @@ class Gradients(NamedTuple):
     Args:
         tokens_TH: Of the layer's input, in its dtype.
         weights_TK: Of the routing weights, float32 (float64).
-        gate_up_e2FH: Of the first matrix, summed over chunks in float32 (float64), converted to its dtype once.
+        gate_up_e2FH: Of the first matrix, summed over chunks in float32 (float64), converted to its target's dtype once.
         down_eHF: Of the second, likewise.
 
     """
@@ -160,8 +161,7 @@ def backward(
     grad_TH: Tensor,
     tokens_TH: Tensor | None,
     experts: Weights,
-    needs_weight_grad: tuple[bool, bool] = (True, True),
-    weight_grad_scale: float = 1.0,
+    targets: Sequence[GradientTarget | None],
     grad_tokens_TH: Tensor | None = None,
 ) -> Gradients:
     """The gradients of :func:`forward`.
@@ -177,8 +177,7 @@ def backward(
         grad_TH: ``[T, H]``, the gradient of the output.
         tokens_TH: The layer's input; needed where the rows were not kept.
         experts: The local experts' matrices.
-        needs_weight_grad: Whether the gradients of the two matrices are wanted.
-        weight_grad_scale: Factor on these two, applied before they are converted.
+        targets: What the gradients of the two matrices are added to and converted to; ``None`` where one is not wanted.
         grad_tokens_TH: A buffer for the input's gradient; allocated where it is not given.
 
     """
@@ -190,8 +189,8 @@ def backward(
     groups = ChunkGroups([order.groups for order in orders])
     frugal = kept.rows_RH is None
     of_gate_up, of_down = (
-        WeightGradient(weight, groups, weight_grad_scale, inputs, frugal) if needed else None
-        for weight, inputs, needed in zip(experts, (kept.rows_RH, kept.act_RF), needs_weight_grad, strict=True)
+        None if target is None else WeightGradient(weight, groups, target, inputs, frugal)
+        for weight, inputs, target in zip(experts, (kept.rows_RH, kept.act_RF), targets, strict=True)
     )
     places = groups.rows
 

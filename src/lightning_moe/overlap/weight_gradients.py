@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_moe.ops.grouped_mm import Groups, weight_gradient
 from lightning_moe.ops.rows import accumulation_dtype
+from lightning_moe.overlap.gradient_sums import GradientTarget
 
 
 class ChunkGroups:
@@ -51,23 +52,23 @@ class WeightGradient:
     Args:
         weight_eMN: The local experts' matrix.
         groups: The rows of each chunk's experts; both matrices of a call share it.
-        scale: Factor on the sum, applied before it is rounded.
+        target: What the result looks like, and what it is added to.
         rows_RN: The grouped GEMM's input, R rows of all chunks together, where that was kept.
         frugal: Whether memory counts for more than who waits.
 
     Attributes:
-        result_eMN: In the matrix's dtype, once all chunks were added; before that, the sum so far, or ``None``.
+        result_eMN: In the target's dtype, once all chunks were added; before that, the sum so far, or ``None``.
         at_once: Whether a chunk is best added as soon as its operands are there, since memory comes back by it.
 
     """
 
     def __init__(
-        self, weight_eMN: Tensor, groups: ChunkGroups, scale: float, rows_RN: Tensor | None, frugal: bool
+        self, weight_eMN: Tensor, groups: ChunkGroups, target: GradientTarget, rows_RN: Tensor | None, frugal: bool
     ) -> None:
         num_chunks = len(groups.chunks)
-        self.result_eMN: Tensor | None = None
+        self.result_eMN = target.total_eMN
         self.at_once = frugal and num_chunks > 1
-        self._weight, self._groups, self._scale, self._num_chunks = weight_eMN, groups, scale, num_chunks
+        self._weight, self._groups, self._target, self._num_chunks = weight_eMN, groups, target, num_chunks
         self._total_dtype = accumulation_dtype(weight_eMN.dtype)
         self._num_together = self._few_chunks()
         self._grads_RM: Tensor | None = None
@@ -98,11 +99,11 @@ class WeightGradient:
             groups = self._groups.first(self._num_together)
             grad_RM, rows_RN = self._grads_RM, self._rows_RN[: groups.num_rows]
             self._grads_RM = self._rows_RN = None
-        total_eMN, dtype = self.result_eMN, self._weight.dtype if last else self._total_dtype
+        total_eMN, dtype = self.result_eMN, self._target.dtype if last else self._total_dtype
         if total_eMN is None or total_eMN.dtype != dtype:
             self.result_eMN = torch.empty(self._weight.shape, dtype=dtype, device=self._weight.device)
         assert self.result_eMN is not None
-        weight_gradient(self.result_eMN, grad_RM, rows_RN, groups, total_eMN, self._scale if last else 1.0)
+        weight_gradient(self.result_eMN, grad_RM, rows_RN, groups, total_eMN, self._target.scale if last else 1.0)
         return True
 
     def _few_chunks(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -17,7 +18,7 @@ from lightning_moe.models import FAMILIES, Block, swap_blocks
 from lightning_moe.parallel.checks import edp_dim, refuse_wrapped
 from lightning_moe.parallel.mesh import MoEMesh
 from lightning_moe.parallel.recompute import recompute_in_backward
-from lightning_moe.parallel.units import decoder_layers, sharded_modules
+from lightning_moe.parallel.units import decoder_layers, sharded_modules, whole_experts
 from lightning_moe.recompute import RecomputePolicy
 
 
@@ -66,8 +67,9 @@ def find_blocks(model: nn.Module) -> list[Block]:
 def parallelize(roots: Iterable[nn.Module], blocks: list[Block], how: Parallelism) -> None:
     """Shard a model in place.
 
-    Experts go on dim 0 over the expert-parallel ranks, then with FSDP2 over the ranks that hold the same experts. Everything
-    else goes with FSDP2 over the world, one unit a decoder layer, then one for each root. Every parameter ends as a DTensor.
+    Experts go on dim 0 over the expert-parallel ranks, then with FSDP2 over the ranks that hold the same experts, if several
+    do. Everything else goes with FSDP2 over the world, one unit a decoder layer, then one for each root. Every parameter ends
+    as a DTensor.
 
     Args:
         roots: The modules whose ``forward`` is called from outside; together they hold all parameters.
@@ -81,15 +83,17 @@ def parallelize(roots: Iterable[nn.Module], blocks: list[Block], how: Parallelis
         # The loss is the mean over the world, so a gradient is the world's sum divided by its size. An expert's gradient
         # arrives as the sum over its expert-parallel peers' tokens, and FSDP averages it over the expert-data-parallel ranks.
         scale = 1.0 / how.dispatcher.dispatcher.size
-        experts.distribute(how.dispatcher.dispatcher, how.num_chunks, how.recompute.routed, scale)
+        experts.distribute(how.dispatcher.dispatcher, how.num_chunks, how.recompute.routed, scale, how.param_dtype)
         _shard_experts(experts, how, precision)
+    whole = {parameter for root in roots for experts in whole_experts(root) for parameter in experts.parameters()}
+    shard = partial(fully_shard, mesh=how.mesh.world, mp_policy=precision, ignored_params=whole)
     for root in roots:
         for unit in decoder_layers(root):
-            fully_shard(unit, mesh=how.mesh.world, mp_policy=precision, reshard_after_forward=how.reshard_after_forward)
+            shard(unit, reshard_after_forward=how.reshard_after_forward)
     for root in roots:
         if not isinstance(root, FSDPModule):
             # the root is needed again at once in backward: resharding it would only gather it twice
-            fully_shard(root, mesh=how.mesh.world, mp_policy=precision, reshard_after_forward=False)
+            shard(root, reshard_after_forward=False)
         for unit in decoder_layers(root) or [root]:
             _gather_for_router_losses(unit)
         root.register_forward_hook(_reshard_if_no_backward_comes)
@@ -108,6 +112,8 @@ def _shard_experts(experts: GroupedExperts, how: Parallelism, precision: MixedPr
         mine = mine.clone() if mine.is_meta else mine.to(device, copy=True)  # a view would keep all experts alive
         shard = DTensor.from_local(mine, ep_mesh, [Shard(0)], run_check=False)
         setattr(experts, name, nn.Parameter(shard, requires_grad=parameter.requires_grad))
+    if num_shards == 1:  # gathering and reducing on one rank would copy all weights and gradients for nothing
+        return
     fully_shard(
         experts,
         mesh=how.mesh.expert_data_parallel,

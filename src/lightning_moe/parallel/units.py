@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_moe.layers import MoELayer
+from lightning_moe.layers import GroupedExperts, MoELayer
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
@@ -49,6 +49,12 @@ def roots_below(module: nn.Module) -> list[nn.Module]:
 def sharded_modules(module: nn.Module) -> list[FSDPModule]:
     """Everything at and below a module that FSDP2 gathers and reduces as one."""
     return [submodule for submodule in module.modules() if isinstance(submodule, FSDPModule)]
+
+
+def whole_experts(module: nn.Module) -> list[GroupedExperts]:
+    """The experts at and below a module that one rank alone holds, so that FSDP2 has nothing to do with them."""
+    experts = [submodule for submodule in module.modules() if isinstance(submodule, GroupedExperts)]
+    return [one for one in experts if not isinstance(one, FSDPModule)]
 
 
 def _call_roots(module: nn.Module) -> list[nn.Module]:
