@@ -245,7 +245,7 @@ def chart(result: dict[str, Any], figure: Any) -> None:
     """Bytes kept beside the formula, peak memory, and time, a bar for each policy."""
     rows = result["rows"]
     names = [row["policy"].replace(",", ",\n") for row in rows]
-    figure.set_size_inches(11, 3.4)
+    figure.set_size_inches(11, 3.8)
     kept, peak, step = figure.subplots(1, 3)
     places = range(len(rows))
     kept.bar([i - 0.2 for i in places], [row["kept_bytes"] / 1024 for row in rows], 0.4, label="measured")
@@ -257,4 +257,4 @@ def chart(result: dict[str, Any], figure: Any) -> None:
     step.bar(places, [row["ms"] for row in rows])
     step.set_title("a step, ms", fontsize=9)
     for axis in (kept, peak, step):
-        axis.set_xticks(list(places), names, fontsize=7)
+        axis.set_xticks(list(places), names, fontsize=7, rotation=40, ha="right", rotation_mode="anchor")
