@@ -16,6 +16,7 @@ from lightning_moe.memory.owners import Owners
 from lightning_moe.offload import ModelOffloader
 from lightning_moe.offload import model as engine
 from lightning_moe.ops.local import local_part, sharded_parameters
+from lightning_moe.overlap.gradient_sums import GradientSum
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
 
@@ -141,9 +142,11 @@ def test_gradients_that_experts_hold_back_leave_too():
     torch.manual_seed(0)
     experts, ids_TK = GroupedExperts(4, 16, 8), torch.tensor([[0, 2], [3, 1], [2, 3]])
     tokens_TH, weights_TK = torch.randn(3, 16), torch.rand(3, 2)
-    experts.gradient_sums.holds = True
+    experts.gradient_sums = sums = GradientSum(), GradientSum()
+    for one in sums:
+        one.holds = True
     experts(tokens_TH, weights_TK, ids_TK).sum().backward()
-    totals = experts.gradient_sums.totals
+    totals = [one.total_eMN for one in sums]
     expected, owners = [total.clone() for total in totals], Owners(torch.device("cpu"))
     owners.add_module(experts)
     assert owners.held(0)["gradients"] == sum(total.nbytes for total in totals) > 0

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_moe.dispatch import LocalDispatcher
 from lightning_moe.layers import GroupedExperts
-from lightning_moe.overlap import chunked_experts, primitives
-from lightning_moe.overlap.gradient_sums import GradientSums
+from lightning_moe.overlap import chunked_experts, primitives, weight_gradients
+from lightning_moe.overlap.gradient_sums import GradientSum
 from lightning_moe.recompute.policy import ROUTED_MODES
 from overlap.dense import HIDDEN, NUM_EXPERTS, TOP_K, WIDTH, dense, make_case
 
@@ -184,23 +185,30 @@ def test_a_second_derivative_is_refused():
         (grad * case.grad_TH).sum().backward()
 
 
-def test_gradients_that_are_held_back_are_summed_in_float32_and_rounded_once():
+def hold(sums, holds: bool) -> None:
+    for one in sums:
+        one.holds = holds
+
+
+def test_gradients_that_are_held_are_summed_in_float32_and_rounded_once():
     """Three calls of bfloat16 matrices: nothing is heard of the first two, and the third's gradient is the sum of all."""
     cases = [make_case(0, num_tokens, dtype=torch.bfloat16) for num_tokens in (40, 0, 60)]
-    sums, dispatcher = GradientSums(), LocalDispatcher()
+    sums, dispatcher = (GradientSum(), GradientSum()), LocalDispatcher()
     matrices = [x.clone().requires_grad_() for x in (cases[0].gate_up_E2FH, cases[0].down_EHF)]
     exact = [torch.zeros_like(x, dtype=torch.float64) for x in matrices]
     size = [torch.zeros_like(x) for x in exact]
     for case in cases:
-        sums.holds = case is not cases[-1]
+        holds = case is not cases[-1]
+        hold(sums, holds)
         plans = dispatcher.plan(case.ids_TK, case.weights_TK, NUM_EXPERTS, 2)
         out_TH = chunked_experts(case.tokens_TH, case.weights_TK, *matrices, dispatcher, plans, "full", 0.25, sums)
         out_TH.backward(case.grad_TH)
-        assert [x.grad is None for x in matrices] == [sums.holds] * 2
-        assert all((x is not None and x.dtype == torch.float32) == sums.holds for x in sums.totals)
-        alone = [x.clone().requires_grad_() for x in matrices]
+        assert [x.grad is None for x in matrices] == [holds] * 2
+        assert [one.total_eMN is not None and one.total_eMN.dtype == torch.float32 for one in sums] == [holds] * 2
         (one,) = dispatcher.plan(case.ids_TK, case.weights_TK, NUM_EXPERTS, 1)
-        wide = [x.detach().float().requires_grad_() for x in alone]  # converted inside: a gradient that is not rounded
+        wide = [
+            x.detach().float().requires_grad_() for x in matrices
+        ]  # converted inside: gradients that are not rounded
         chunked_experts(case.tokens_TH, case.weights_TK, *wide, dispatcher, [one], "none").backward(case.grad_TH)
         for total, absolute, x in zip(exact, size, wide, strict=True):
             assert x.grad.dtype == torch.float32
@@ -209,6 +217,74 @@ def test_gradients_that_are_held_back_are_summed_in_float32_and_rounded_once():
     for x, total, absolute in zip(matrices, exact, size, strict=True):
         rounding = total.abs() * 2**-8 + absolute * 1e-5
         assert ((x.grad.double() - total).abs() <= rounding).all()
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_a_backward_that_does_not_train_the_matrices_leaves_what_is_held(holds):
+    """``autograd.grad`` of an input or of a matrix, ``backward(inputs=...)``, and a graph in which they are frozen."""
+    case, dispatcher = make_case(0, 9), LocalDispatcher()
+    inputs, expected, sums = leaves(case), leaves(case), (GradientSum(), GradientSum())
+    plans = dispatcher.plan(case.ids_TK, case.weights_TK, NUM_EXPERTS, 2)
+
+    def call(tensors):
+        return chunked_experts(*tensors, dispatcher, plans, "full", 0.5, sums)
+
+    dense(*expected[:2], case.ids_TK, *expected[2:]).backward(case.grad_TH)
+    hold(sums, True)
+    call(inputs).backward(case.grad_TH)
+    held = [one.total_eMN.clone() for one in sums]
+    inputs[0].grad = None
+    hold(sums, holds)
+    (of_input,) = torch.autograd.grad(call(inputs), inputs[0], case.grad_TH)
+    (of_matrix,) = torch.autograd.grad(call(inputs), inputs[2], case.grad_TH)
+    call(inputs).backward(case.grad_TH, inputs=[inputs[0]])
+    call([inputs[0], inputs[1], inputs[2].detach(), inputs[3].detach()]).backward(case.grad_TH)
+    assert all(torch.equal(one.total_eMN, before) for one, before in zip(sums, held, strict=True))
+    assert [x.grad for x in inputs[2:]] == [None, None]
+    torch.testing.assert_close(of_input, expected[0].grad, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(inputs[0].grad, 2 * expected[0].grad, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(of_matrix, 0.5 * expected[2].grad, rtol=1e-12, atol=1e-12)
+
+
+def test_a_total_goes_as_soon_as_its_gradient_is_there(monkeypatch):
+    """Of bfloat16 matrices: while the second is computed, the float32 total of the first is gone."""
+    case, dispatcher = make_case(0, 9, dtype=torch.bfloat16), LocalDispatcher()
+    inputs, sums = leaves(case), (GradientSum(), GradientSum())
+    plans = dispatcher.plan(case.ids_TK, case.weights_TK, NUM_EXPERTS, 2)
+    hold(sums, True)
+    chunked_experts(*inputs, dispatcher, plans, "full", 1.0, sums).backward(case.grad_TH)
+    totals, alive = [StorageWeakRef(one.total_eMN.untyped_storage()) for one in sums], []
+    product = weight_gradients.weight_gradient
+
+    def watched(*args):
+        alive.append(sum(not total.expired() for total in totals))
+        product(*args)
+
+    monkeypatch.setattr(weight_gradients, "weight_gradient", watched)
+    hold(sums, False)
+    chunked_experts(*inputs, dispatcher, plans, "full", 1.0, sums).backward(case.grad_TH)
+    assert alive[0] == 2
+    assert alive[-1] == 1
+    assert all(total.expired() for total in totals)
+
+
+def test_an_error_in_backward_loses_nothing_of_earlier_micro_batches(monkeypatch):
+    case, dispatcher = make_case(0, 9), LocalDispatcher()
+    inputs, sums = leaves(case), (GradientSum(), GradientSum())
+    plans = dispatcher.plan(case.ids_TK, case.weights_TK, NUM_EXPERTS, 2)
+    hold(sums, True)
+    chunked_experts(*inputs, dispatcher, plans, "full", 1.0, sums).backward(case.grad_TH)
+    expected = [one.total_eMN.clone() for one in sums]
+    hold(sums, False)
+    out_TH = chunked_experts(*inputs, dispatcher, plans, "full", 1.0, sums)
+
+    def fail(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(primitives, "pipeline", fail)
+    with pytest.raises(MemoryError):
+        out_TH.backward(case.grad_TH)
+    assert all(torch.equal(one.total_eMN, before) for one, before in zip(sums, expected, strict=True))
 
 
 def test_matrices_of_another_dtype_are_converted_and_nothing_of_that_is_kept():
@@ -229,19 +305,29 @@ def test_matrices_of_another_dtype_are_converted_and_nothing_of_that_is_kept():
         assert torch.equal(wide.grad.bfloat16(), narrow.grad)
 
 
-def test_what_is_held_when_no_backward_comes_is_handed_over():
-    experts = GroupedExperts(NUM_EXPERTS, HIDDEN, WIDTH)
-    case = make_case(0, 9, dtype=torch.float32)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_held_when_no_backward_comes_is_handed_over(dtype):
+    """Once, into the gradient that is there, scaled; and hooks hear of it."""
+    experts, heard = GroupedExperts(NUM_EXPERTS, HIDDEN, WIDTH).to(dtype), []
+    case = make_case(0, 9, dtype=dtype)
     experts.distribute(LocalDispatcher(), 2, "full", weight_grad_scale=0.5)
     experts(case.tokens_TH, case.weights_TK, case.ids_TK).backward(case.grad_TH)
-    expected = [x.grad for x in experts.parameters()]
-    experts.zero_grad()
-    experts.gradient_sums.holds = True
-    experts(case.tokens_TH, case.weights_TK, case.ids_TK).backward(case.grad_TH)
-    experts.hand_over_gradients()
-    assert [x.grad for x in experts.parameters()] == [None, None]
-    experts.gradient_sums.holds = False
-    for _ in range(2):  # there is nothing to hand over twice
+    expected = [x.grad.clone() for x in experts.parameters()]
+    experts.gradient_sums = GradientSum(), GradientSum()
+    hold(experts.gradient_sums, True)
+    for x in experts.parameters():
+        x.register_post_accumulate_grad_hook(heard.append)
+    for twice in (False, True):
+        before = [x.grad for x in experts.parameters()]
+        hold(experts.gradient_sums, True)
+        experts(case.tokens_TH, case.weights_TK, case.ids_TK).backward(case.grad_TH)
+        heard.clear()
         experts.hand_over_gradients()
-        for x, once in zip(experts.parameters(), expected, strict=True):
-            torch.testing.assert_close(x.grad, once, rtol=1e-6, atol=1e-6)
+        assert not heard
+        hold(experts.gradient_sums, False)
+        for _ in range(2):  # there is nothing to hand over a second time
+            experts.hand_over_gradients()
+        assert [id(x) for x in heard] == [id(x) for x in experts.parameters()]
+        for x, was, once in zip(experts.parameters(), before, expected, strict=True):
+            assert x.grad is was
+            torch.testing.assert_close(x.grad, (3 if twice else 2) * once)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_moe.ops.grouped_mm import Groups
-from lightning_moe.overlap.gradient_sums import GradientTarget
+from lightning_moe.overlap.gradient_sums import GradientSum, GradientTarget
 from lightning_moe.overlap.weight_gradients import ChunkGroups, WeightGradient
 
 SHAPE = (2, 3, 4)
@@ -36,7 +36,9 @@ def test_operands_wait_while_they_are_small_beside_their_sum(rows_of, together, 
     places = ChunkGroups(chunks).rows
     grads_RM = torch.randn(sum(rows_of), 3, generator=generator, dtype=torch.float64)
     rows_RN = torch.randn(sum(rows_of), 4, generator=generator, dtype=torch.float64)
-    target = GradientTarget(torch.float64, 0.5, None if earlier_eMN is None else earlier_eMN.clone())
+    held = GradientSum()
+    held.total_eMN = None if earlier_eMN is None else earlier_eMN.clone()
+    target = GradientTarget(torch.float64, 0.5, held)
     gradient = WeightGradient(weight_eMN, ChunkGroups(chunks), target, rows_RN.clone() if inputs_kept else None, frugal)
     assert gradient.at_once == (frugal and len(rows_of) > 1)
     expected_eMN = torch.zeros_like(weight_eMN) if earlier_eMN is None else earlier_eMN.clone()
@@ -56,3 +58,4 @@ def test_operands_wait_while_they_are_small_beside_their_sum(rows_of, together, 
         for expert, rows in enumerate(chunk.slices):
             expected_eMN[expert] += grads_RM[place][rows].t() @ rows_RN[place][rows]
     torch.testing.assert_close(gradient.result_eMN, 0.5 * expected_eMN, rtol=1e-12, atol=1e-12)
+    assert held.total_eMN is None

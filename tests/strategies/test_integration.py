@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import STRATEGY_REGISTRY
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -29,6 +29,7 @@ from lightning_moe import (
     MoELayer,
     SharedExperts,
     TopKRouter,
+    total_grad_norm,
 )
 from lightning_moe.strategies import fabric, pytorch
 
@@ -201,8 +202,8 @@ def own_model_gradients(world_size, ep_size):
     ids = my_share(1, fabric.global_rank, world_size)[0]
     fabric.backward(nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten().roll(1)))
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    whole = world_size == ep_size  # then there is nothing to gather of experts
-    assert len(units) == (3 if whole else 5), "two blocks, their experts, one root"
+    replicated = world_size > ep_size  # else there is nothing to gather of experts
+    assert len(units) == (5 if replicated else 3), "two blocks, their experts, one root"
     return {name: full(p.grad) for name, p in model.module.named_parameters()}
 
 
@@ -220,30 +221,107 @@ def test_a_model_of_own_layers(ep_size):
             assert relative_error(gradients[name], parameter.grad) < 1e-10, name
 
 
+def loss_of(model, ids):
+    return nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten().roll(1))
+
+
 def gradients_of_layers_that_are_skipped(world_size, ep_size):
-    """Two micro-batches; the second takes another way around the first block's norm and experts."""
+    """Of two micro-batches, the second of which goes around the first block; and their norm."""
     fabric = Fabric(accelerator="cpu", devices=world_size, strategy=ChunkedEPStrategy(ep_size), precision="64-true")
     fabric.launch()
     torch.manual_seed(0)
     model = fabric.setup(OwnModel())
     torch.set_default_dtype(torch.float64)
-    for micro, ids in enumerate(my_share(2, fabric.global_rank, world_size)[:2]):
-        model.module.blocks[0].skips = micro == 1
-        with fabric.no_backward_sync(model, enabled=micro == 0):
-            fabric.backward(nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten().roll(1)))
-    return {name: full(p.grad) for name, p in model.module.named_parameters()}
+    first, second = my_share(2, fabric.global_rank, world_size)[:2]
+    with fabric.no_backward_sync(model):
+        loss_of(model, first).backward()
+    model.module.blocks[0].skips = True
+    fabric.backward(loss_of(model, second))
+    return {name: full(p.grad) for name, p in model.module.named_parameters()}, total_grad_norm(
+        model.parameters()
+    ).item()
+
+
+class Skipping(LightningModule):
+    """The same in the Trainer."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = OwnModel()
+
+    def training_step(self, ids, number):
+        self.model.blocks[0].skips = number == 1
+        return loss_of(self.model, ids) * 2  # Lightning's mean over micro-batches
+
+    def on_after_backward(self):
+        self.seen = {name: None if p.grad is None else full(p.grad) for name, p in self.model.named_parameters()}
+        self.norm = total_grad_norm(self.model.parameters()).item()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.0)
+
+
+def gradients_of_layers_that_are_skipped_in_a_trainer(world_size, ep_size):
+    task = Skipping()
+    torch.set_default_dtype(torch.float64)
+    runner = trainer(ChunkedEPStrategy(ep_size), world_size, precision="64-true", accumulate_grad_batches=2)
+    runner.fit(task, loader(my_share(2, runner.global_rank, world_size)[:2]))
+    return task.seen, task.norm
 
 
 @pytest.mark.parametrize("ep_size", [1, 2])
-def test_experts_that_the_last_micro_batch_skips_have_the_gradients_of_those_before(ep_size):
+@pytest.mark.parametrize(
+    "how", [gradients_of_layers_that_are_skipped, gradients_of_layers_that_are_skipped_in_a_trainer]
+)
+def test_experts_that_the_last_micro_batch_skips_have_the_gradients_of_those_before(how, ep_size):
     torch.manual_seed(0)
     model = OwnModel().double()
     for rank in range(2):
         for micro, ids in enumerate(my_share(2, rank, 2)[:2]):
             model.blocks[0].skips = micro == 1
-            loss = nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten().roll(1))
-            (loss / 2).backward()
-    for gradients in run(gradients_of_layers_that_are_skipped, 2, 2, ep_size, init=False):
+            (loss_of(model, ids) / 2).backward()
+    exact = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
+    for gradients, norm in run(how, 2, 2, ep_size, init=False):
+        for name, parameter in model.named_parameters():
+            assert relative_error(gradients[name], parameter.grad) < 1e-10, name
+        assert norm == pytest.approx(exact.item(), rel=1e-10)
+
+
+class WithLooseExperts(nn.Module):
+    """Experts outside of a layer, whose tokens somebody routes himself."""
+
+    def __init__(self):
+        super().__init__()
+        self.model, self.loose = OwnModel(), GroupedExperts(4, 16, 8)
+
+    def forward(self, ids):
+        x = self.model.embed(ids).flatten(0, 1)
+        first = torch.arange(len(x))[:, None] % 4
+        return self.model(ids), self.loose(x, torch.ones_like(first, dtype=x.dtype), first)
+
+
+def gradients_of_loose_experts(world_size):
+    fabric = Fabric(accelerator="cpu", devices=world_size, strategy=ChunkedEPStrategy(world_size), precision="64-true")
+    fabric.launch()
+    torch.manual_seed(0)
+    model = fabric.setup(WithLooseExperts())
+    torch.set_default_dtype(torch.float64)
+    for micro, ids in enumerate(my_share(2, fabric.global_rank, world_size)[:2]):
+        with fabric.no_backward_sync(model, enabled=micro == 0):
+            logits, loose = model(ids)
+            fabric.backward(logits.square().mean() + loose.square().mean())
+    return {name: full(p.grad) for name, p in model.module.named_parameters()}
+
+
+def test_experts_outside_of_a_layer_are_trained_like_any_parameter():
+    torch.manual_seed(0)
+    model = WithLooseExperts().double()
+    for rank in range(2):
+        for ids in my_share(2, rank, 2)[:2]:
+            logits, loose = model(ids)
+            ((logits.square().mean() + loose.square().mean()) / 2).backward()
+    for gradients in run(gradients_of_loose_experts, 2, 2, init=False):
         for name, parameter in model.named_parameters():
             assert relative_error(gradients[name], parameter.grad) < 1e-10, name
 

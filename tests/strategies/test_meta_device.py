@@ -50,7 +50,9 @@ def in_fabric(world_size, ep_size, seed, overrides):
 def in_trainer(world_size, ep_size, precision):
     runner = trainer(ChunkedEPStrategy(ep_size), world_size, precision=precision)
     task = LazyTask()
-    batches = loader(my_share(1, runner.global_rank, world_size)[:1].repeat(STEPS, 1, 1))  # the same one: it is learnt
+    batches = loader(
+        my_share(1, runner.global_rank, world_size)[:1].repeat(STEPS, 1, 1)
+    )  # one batch, so that the loss falls
     runner.fit(task, batches)
     (metrics,) = runner.validate(task, batches, verbose=False)
     return task.losses, metrics["val_loss"], {p.dtype for p in task.parameters()}

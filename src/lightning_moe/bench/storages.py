@@ -25,7 +25,7 @@ class Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
-                reference = StorageWeakRef(leaf.untyped_storage())  # type: ignore[no-untyped-call]
+                reference = StorageWeakRef(local_part(leaf).untyped_storage())  # type: ignore[no-untyped-call]
                 self.made[reference.cdata] = reference  # a weak reference keeps the number from being given away again
         return result
 

@@ -11,7 +11,7 @@ from lightning_moe.dispatch import Dispatcher, LocalDispatcher
 from lightning_moe.dispatch.base import nothing
 from lightning_moe.ops.rows import accumulation_dtype
 from lightning_moe.overlap import chunked_experts
-from lightning_moe.overlap.gradient_sums import GradientSums
+from lightning_moe.overlap.gradient_sums import GradientSum
 from lightning_moe.overlap.kept import KEPT
 from lightning_moe.recompute import RoutedMode
 
@@ -33,7 +33,7 @@ class GroupedExperts(nn.Module):
     Attributes:
         gate_up_proj: ``[E, 2F, H]``, the gate's F rows, then the up projection's.
         down_proj: ``[E, H, F]``.
-        gradient_sums: Gradients of micro-batches that are held back, if they are.
+        gradient_sums: Of both matrices, where gradients over micro-batches are summed here since FSDP2 has no part in it.
 
     """
 
@@ -43,7 +43,7 @@ class GroupedExperts(nn.Module):
         self.init_std = init_std
         self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, hidden_size))
         self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
-        self.gradient_sums = GradientSums()
+        self.gradient_sums: tuple[GradientSum, GradientSum] | None = None
         self.distribute(LocalDispatcher())
         self.reset_parameters()
 
@@ -88,8 +88,9 @@ class GroupedExperts(nn.Module):
         return KEPT[self.mode]
 
     def hand_over_gradients(self) -> None:
-        """Add what is held back to the matrices' gradients, unless more is to come: where no backward took it."""
-        self.gradient_sums.give_to((self.gate_up_proj, self.down_proj), self.weight_grad_scale)
+        """Add what was held of earlier micro-batches to the matrices' gradients; nothing while gradients are being held."""
+        for held, parameter in zip(self.gradient_sums or (), (self.gate_up_proj, self.down_proj), strict=False):
+            held.give_to(parameter, self.weight_grad_scale)
 
     def forward(
         self, tokens_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor, meanwhile: Callable[[], None] = nothing

@@ -26,10 +26,9 @@ from lightning_moe.overlap.gradient_sums import held_gradients
 class ModelOffloader:
     """Moves models' parameters, gradients and optimizer state to the host, and back.
 
-    Training after :meth:`reload` goes on to the bit as if nothing had happened, between micro-batches too: what FSDP2 has not
-    reduced yet of the gradients moves with them. While they are away, the models' forward, their state dicts and the
-    optimizers' steps are errors, and reading a parameter directly reads memory that is not there: take what another engine
-    needs before.
+    Training after :meth:`reload` goes on to the bit as if nothing had happened, between micro-batches too: gradients that wait
+    for the last of them move as well. While they are away, the models' forward, their state dicts and the optimizers' steps are
+    errors, and reading a parameter directly reads memory that is not there: take what another engine needs before.
 
     Args:
         module: Set up, sharded and on its device.

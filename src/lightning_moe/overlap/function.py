@@ -16,7 +16,7 @@ from lightning_moe.ops.local import as_part_of, local_part
 from lightning_moe.ops.routing import Order
 from lightning_moe.ops.rows import RowMap
 from lightning_moe.overlap import primitives
-from lightning_moe.overlap.gradient_sums import GradientSums
+from lightning_moe.overlap.gradient_sums import GradientSum, GradientTarget
 from lightning_moe.overlap.kept import name_kept
 from lightning_moe.overlap.primitives import Kept, Weights
 from lightning_moe.recompute.policy import RoutedMode
@@ -37,7 +37,7 @@ def chunked_experts(
     plans: Sequence[Plan],
     mode: RoutedMode,
     weight_grad_scale: float = 1.0,
-    sums: GradientSums | None = None,
+    sums: tuple[GradientSum, GradientSum] | None = None,
 ) -> Tensor:
     """The routed experts' output, differentiable in tokens, routing weights and both matrices.
 
@@ -51,7 +51,7 @@ def chunked_experts(
         plans: From ``dispatcher.plan``, for these very routing weights.
         mode: What is kept for backward; see :class:`~lightning_moe.recompute.RecomputePolicy`.
         weight_grad_scale: Factor on the gradients of the two matrices.
-        sums: May hold these back, until a later call's are added to them.
+        sums: Of the two matrices: they may hold gradients until a later backward's are added to them.
 
     Returns:
         ``[T, H]``. The gradient of each matrix is handed to autograd once, whatever the number of chunks.
@@ -60,7 +60,7 @@ def chunked_experts(
     tensors = (tokens_TH, weights_TK, gate_up_e2FH, down_eHF)
     if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
         mode = "full"  # no backward will come: keep nothing
-    options = (mode, weight_grad_scale, GradientSums() if sums is None else sums)
+    options = (mode, weight_grad_scale, sums or (None, None))
     result: Tensor = _ChunkedExperts.apply(*tensors, dispatcher, plans, *options)  # type: ignore[no-untyped-call]
     return result
 
@@ -77,7 +77,7 @@ class _ChunkedExperts(torch.autograd.Function):
         plans: Sequence[Plan],
         mode: RoutedMode,
         weight_grad_scale: float,
-        sums: GradientSums,
+        sums: tuple[GradientSum | None, GradientSum | None],
     ) -> Tensor:
         matrices = (gate_up_e2FH, down_eHF)
         local = tuple(local_part(matrix) for matrix in matrices)
@@ -90,7 +90,9 @@ class _ChunkedExperts(torch.autograd.Function):
         ctx.matrices = matrices
         ctx.restore, tensors = _flattened(kept)
         tensors = [tokens_TH if kept.rows_RH is None else None, *tensors]
-        ctx.save_for_backward(*local, *tensors)  # whose hooks are somebody's may not know DTensors
+        ctx.save_for_backward(
+            *local, *tensors
+        )  # of DTensors only the parts: others' hooks for saved tensors know no more
         for watcher in watchers:
             watcher(plans, [tensor for tensor in tensors if tensor is not None])
         return out_TH
@@ -99,11 +101,10 @@ class _ChunkedExperts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor | None, ...]:
         gate_up_e2FH, down_eHF, tokens_TH, *tensors = ctx.saved_tensors
-        matrices, sums = ctx.matrices, ctx.sums
         grad_TH = grad_TH.contiguous()  # `sum().backward()` sends an expanded scalar
         targets = [
-            sums.target(i, matrix.dtype, ctx.weight_grad_scale) if needed else None
-            for i, (matrix, needed) in enumerate(zip(matrices, ctx.needs_input_grad[2:4], strict=True))
+            _target(node, matrix.dtype, ctx.weight_grad_scale, held)
+            for (node, _), matrix, held in zip(ctx.next_functions[2:4], ctx.matrices, ctx.sums, strict=True)
         ]
         with _without_autocast(grad_TH.device.type):
             grads = primitives.backward(
@@ -115,11 +116,30 @@ class _ChunkedExperts(torch.autograd.Function):
                 _converted((gate_up_e2FH, down_eHF), grad_TH.dtype),
                 targets,
             )
-        of_matrices = []
-        for i, (grad, matrix) in enumerate(zip(grads[2:], matrices, strict=True)):
-            handed_on = sums.hand_on(i, grad)
-            of_matrices.append(None if handed_on is None else as_part_of(handed_on, matrix))
+        of_matrices = [
+            None if grad is None else as_part_of(grad, matrix)
+            for grad, matrix in zip(grads[2:], ctx.matrices, strict=True)
+        ]
         return (*grads[:2], *of_matrices, *[None] * 5)
+
+
+def _target(node: Any, dtype: torch.dtype, scale: float, held: GradientSum | None) -> GradientTarget | None:
+    """What becomes of a matrix's gradient in the backward that is running.
+
+    Args:
+        node: Where autograd takes it; ``None`` for a matrix that is frozen.
+        dtype: Of the matrix.
+        scale: Factor on the gradient.
+        held: The sum over micro-batches, if there is one.
+
+    """
+    if node is None:
+        return None
+    try:
+        is_wanted = torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # so torch answers where `autograd.grad` asks for this very leaf: nothing is to be accumulated
+        return GradientTarget(dtype, scale)
+    return GradientTarget.of(dtype, scale, held) if is_wanted else None
 
 
 def _converted(matrices: Sequence[Tensor], dtype: torch.dtype) -> Weights:

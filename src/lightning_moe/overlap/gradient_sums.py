@@ -1,8 +1,7 @@
-"""What becomes of the gradients of both expert matrices: handed to autograd, or held back until further ones have come.
+"""Gradients of expert matrices over several micro-batches, summed in float32 and rounded once.
 
-Micro-batches whose gradients add up are summed in float32 and rounded once. FSDP2 does so for what it shards. Matrices that
-are whole on their rank need no FSDP2, and their sum no pass over memory: it is the total that the next micro-batch's
-chunks are added to.
+FSDP2 does so for what it shards. Matrices that one rank alone holds need no FSDP2, and their sum no pass over memory: it is
+the total that the next micro-batch's chunks are added to.
 """
 
 from __future__ import annotations
@@ -17,70 +16,74 @@ from lightning_moe.ops.local import as_part_of
 from lightning_moe.ops.rows import accumulation_dtype
 
 
-class GradientTarget(NamedTuple):
-    """How one matrix's gradient is to be written.
+class GradientSum:
+    """What one matrix's gradients of earlier micro-batches sum to.
 
-    Args:
-        dtype: Of the result.
-        scale: Factor on the sum, before it is rounded to that.
-        total_eMN: What earlier calls left, to be added, float32 (float64), overwritten; ``None`` for nothing.
-
-    """
-
-    dtype: torch.dtype
-    scale: float = 1.0
-    total_eMN: Tensor | None = None
-
-
-class GradientSums:
-    """The sums of one layer's two matrices.
+    An error in a backward leaves it as it was, or with a part of that backward's gradient.
 
     Attributes:
-        holds: Whether the gradients that a backward computes stay here, for a later one to add to.
-        totals: ``[e, M, N]`` of each matrix, float32 (float64), not scaled yet; ``None`` where nothing is held.
+        holds: Whether what a backward computes stays here, for a later one to add to.
+        total_eMN: ``[e, M, N]``, float32 (float64), not scaled yet; ``None`` where nothing is held.
 
     """
 
     def __init__(self) -> None:
         self.holds = False
-        self.totals: list[Tensor | None] = [None, None]
+        self.total_eMN: Tensor | None = None
 
-    def target(self, matrix: int, dtype: torch.dtype, scale: float) -> GradientTarget:
-        """Where a backward writes a matrix's gradient; what was held goes into it.
+    @torch.no_grad()
+    def give_to(self, parameter: nn.Parameter, scale: float) -> None:
+        """Add what is held to a parameter's gradient, as autograd would: where no backward has come by to take it.
 
         Args:
-            matrix: 0 or 1.
-            dtype: Of the parameter.
+            parameter: The matrix, ``[e, M, N]`` or a DTensor with such a part.
             scale: Factor on its gradient.
 
         """
-        total_eMN, self.totals[matrix] = self.totals[matrix], None
-        if self.holds:
-            return GradientTarget(accumulation_dtype(dtype), 1.0, total_eMN)
-        return GradientTarget(dtype, scale, total_eMN)
-
-    def hand_on(self, matrix: int, grad_eMN: Tensor | None) -> Tensor | None:
-        """What autograd is to hear of a gradient that was written to :meth:`target`."""
-        if not self.holds:
-            return grad_eMN
-        self.totals[matrix] = grad_eMN
-        return None
-
-    @torch.no_grad()
-    def give_to(self, parameters: Iterable[nn.Parameter], scale: float) -> None:
-        """Add what is still held to the parameters' gradients: no backward of the last micro-batch came by to take it."""
-        if self.holds:
+        if self.holds or self.total_eMN is None:
             return
-        for matrix, parameter in enumerate(parameters):
-            dtype, _, total_eMN = self.target(matrix, parameter.dtype, scale)
-            if total_eMN is not None:
-                grad = as_part_of((total_eMN * scale).to(dtype), parameter)
-                parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+        grad = as_part_of(self.total_eMN.mul_(scale).to(parameter.dtype), parameter)
+        self.total_eMN = None
+        if parameter.grad is None:
+            parameter.grad = grad
+        else:
+            parameter.grad.add_(grad)
+        for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+            hook(parameter)
+
+
+class GradientTarget(NamedTuple):
+    """How a backward writes one matrix's gradient.
+
+    Args:
+        dtype: Of the result.
+        scale: Factor on the sum, before it is rounded to that.
+        held: What it is added to, and what takes it where it holds; ``None`` for neither.
+
+    """
+
+    dtype: torch.dtype
+    scale: float = 1.0
+    held: GradientSum | None = None
+
+    @staticmethod
+    def of(dtype: torch.dtype, scale: float, held: GradientSum | None) -> GradientTarget:
+        """That of a parameter, whose factor waits for the last micro-batch."""
+        if held is not None and held.holds:
+            return GradientTarget(accumulation_dtype(dtype), 1.0, held)
+        return GradientTarget(dtype, scale, held)
+
+    def finish(self, result_eMN: Tensor) -> Tensor | None:
+        """Take the finished gradient, which holds the total; returns what autograd is to hear of it."""
+        if self.held is None:
+            return result_eMN
+        self.held.total_eMN = result_eMN if self.held.holds else None
+        return None if self.held.holds else result_eMN
 
 
 def held_gradients(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
-    """Sums that wait in some modules, not looking into those below."""
+    """What is held for the experts among some modules, not looking into those below."""
     for module in modules:
-        sums = getattr(module, "gradient_sums", None)
-        if isinstance(sums, GradientSums):
-            yield from (total for total in sums.totals if total is not None)
+        for held in getattr(module, "gradient_sums", None) or ():
+            if held.total_eMN is not None:
+                yield held.total_eMN

@@ -63,7 +63,7 @@ class Kept:
 
 
 class Gradients(NamedTuple):
-    """Gradients of one layer call; a weight's is ``None`` where it was not asked for.
+    """Gradients of one layer call; a weight's is ``None`` where it was not asked for, or is held by its target.
 
     Args:
         tokens_TH: Of the layer's input, in its dtype.

@@ -52,12 +52,12 @@ class WeightGradient:
     Args:
         weight_eMN: The local experts' matrix.
         groups: The rows of each chunk's experts; both matrices of a call share it.
-        target: What the result looks like, and what it is added to.
+        target: The result's dtype, and what it is added to.
         rows_RN: The grouped GEMM's input, R rows of all chunks together, where that was kept.
         frugal: Whether memory counts for more than who waits.
 
     Attributes:
-        result_eMN: In the target's dtype, once all chunks were added; before that, the sum so far, or ``None``.
+        result_eMN: What the target does not hold itself, once all chunks were added; before that, the sum so far, or ``None``.
         at_once: Whether a chunk is best added as soon as its operands are there, since memory comes back by it.
 
     """
@@ -66,7 +66,7 @@ class WeightGradient:
         self, weight_eMN: Tensor, groups: ChunkGroups, target: GradientTarget, rows_RN: Tensor | None, frugal: bool
     ) -> None:
         num_chunks = len(groups.chunks)
-        self.result_eMN = target.total_eMN
+        self.result_eMN = None if target.held is None else target.held.total_eMN
         self.at_once = frugal and num_chunks > 1
         self._weight, self._groups, self._target, self._num_chunks = weight_eMN, groups, target, num_chunks
         self._total_dtype = accumulation_dtype(weight_eMN.dtype)
@@ -104,6 +104,8 @@ class WeightGradient:
             self.result_eMN = torch.empty(self._weight.shape, dtype=dtype, device=self._weight.device)
         assert self.result_eMN is not None
         weight_gradient(self.result_eMN, grad_RM, rows_RN, groups, total_eMN, self._target.scale if last else 1.0)
+        if last:
+            self.result_eMN = self._target.finish(self.result_eMN)
         return True
 
     def _few_chunks(self) -> int:

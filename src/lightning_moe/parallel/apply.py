@@ -8,17 +8,19 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils._pytree import tree_leaves
 
 from lightning_moe.dispatch import Choice
 from lightning_moe.layers import GroupedExperts, MoELayer
 from lightning_moe.models import FAMILIES, Block, swap_blocks
+from lightning_moe.overlap.gradient_sums import GradientSum
 from lightning_moe.parallel.checks import edp_dim, refuse_wrapped
 from lightning_moe.parallel.mesh import MoEMesh
 from lightning_moe.parallel.recompute import recompute_in_backward
-from lightning_moe.parallel.units import decoder_layers, sharded_modules, whole_experts
+from lightning_moe.parallel.units import decoder_layers, sharded_modules, unreplicated_experts
 from lightning_moe.recompute import RecomputePolicy
 
 
@@ -31,7 +33,8 @@ class Parallelism:
         dispatcher: What moves tokens between them.
         num_chunks: Chunks of the local tokens in each MoE layer.
         recompute: What backward recomputes.
-        param_dtype: The dtype that parameters are all-gathered and computed in; ``None`` for their own.
+        param_dtype: The dtype that parameters are all-gathered and computed in; ``None`` for their own. Experts that are not
+            gathered are converted to it in each forward and backward.
         reshard_after_forward: Free a layer's gathered parameters after its forward and gather them again in backward.
 
     """
@@ -81,12 +84,15 @@ def parallelize(roots: Iterable[nn.Module], blocks: list[Block], how: Parallelis
     precision = MixedPrecisionPolicy(param_dtype=how.param_dtype, reduce_dtype=_reduce_dtype(blocks))
     for experts in (block.layer.experts for block in blocks):
         # The loss is the mean over the world, so a gradient is the world's sum divided by its size. An expert's gradient
-        # arrives as the sum over its expert-parallel peers' tokens, and FSDP averages it over the expert-data-parallel ranks.
+        # arrives as the sum over its expert-parallel peers' tokens, and FSDP averages it over the expert-data-parallel ranks,
+        # if there are several.
         scale = 1.0 / how.dispatcher.dispatcher.size
         experts.distribute(how.dispatcher.dispatcher, how.num_chunks, how.recompute.routed, scale, how.param_dtype)
         _shard_experts(experts, how, precision)
-    whole = {parameter for root in roots for experts in whole_experts(root) for parameter in experts.parameters()}
-    shard = partial(fully_shard, mesh=how.mesh.world, mp_policy=precision, ignored_params=whole)
+    alone = {
+        parameter for root in roots for experts in unreplicated_experts(root) for parameter in experts.parameters()
+    }
+    shard = partial(fully_shard, mesh=how.mesh.world, mp_policy=precision, ignored_params=alone)
     for root in roots:
         for unit in decoder_layers(root):
             shard(unit, reshard_after_forward=how.reshard_after_forward)
@@ -97,6 +103,7 @@ def parallelize(roots: Iterable[nn.Module], blocks: list[Block], how: Parallelis
         for unit in decoder_layers(root) or [root]:
             _gather_for_router_losses(unit)
         root.register_forward_hook(_reshard_if_no_backward_comes)
+        root.register_forward_hook(partial(_hand_over_after_backward, unreplicated_experts(root)))
         _leave_inference_mode(root)
     recompute_in_backward(roots, how.recompute)
 
@@ -113,6 +120,7 @@ def _shard_experts(experts: GroupedExperts, how: Parallelism, precision: MixedPr
         shard = DTensor.from_local(mine, ep_mesh, [Shard(0)], run_check=False)
         setattr(experts, name, nn.Parameter(shard, requires_grad=parameter.requires_grad))
     if num_shards == 1:  # gathering and reducing on one rank would copy all weights and gradients for nothing
+        experts.gradient_sums = GradientSum(), GradientSum()
         return
     fully_shard(
         experts,
@@ -135,6 +143,21 @@ def _gather_for_router_losses(unit: nn.Module) -> None:
 def _reshard_if_no_backward_comes(root: nn.Module, *_: object) -> None:
     if not torch.is_grad_enabled():
         reshard(root)
+
+
+def _hand_over_after_backward(experts: list[GroupedExperts], _module: nn.Module, _args: object, output: object) -> None:
+    """Have experts that a backward did not reach hand over what they hold of earlier micro-batches, at that backward's end."""
+
+    def hand_over() -> None:
+        for one in experts:
+            one.hand_over_gradients()
+
+    def at_the_end(_: object) -> None:
+        torch.autograd.Variable._execution_engine.queue_callback(hand_over)
+
+    for leaf in tree_leaves(output) if experts else ():
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            leaf.register_hook(at_the_end)  # type: ignore[no-untyped-call]
 
 
 def _leave_inference_mode(root: nn.Module) -> None:

@@ -45,7 +45,7 @@ class MoEMesh:
 
     @property
     def expert_data_parallel(self) -> DeviceMesh:
-        """The ranks that hold the same experts: what expert parameters are sharded over by FSDP."""
+        """The ranks that hold the same experts: where there are several, FSDP shards expert parameters over them."""
         return self.mesh[EDP]
 
     @property

@@ -51,10 +51,10 @@ def sharded_modules(module: nn.Module) -> list[FSDPModule]:
     return [submodule for submodule in module.modules() if isinstance(submodule, FSDPModule)]
 
 
-def whole_experts(module: nn.Module) -> list[GroupedExperts]:
-    """The experts at and below a module that one rank alone holds, so that FSDP2 has nothing to do with them."""
+def unreplicated_experts(module: nn.Module) -> list[GroupedExperts]:
+    """The experts at and below a module that no other rank holds too, so that FSDP2 has nothing to do with them."""
     experts = [submodule for submodule in module.modules() if isinstance(submodule, GroupedExperts)]
-    return [one for one in experts if not isinstance(one, FSDPModule)]
+    return [one for one in experts if one.gradient_sums is not None]
 
 
 def _call_roots(module: nn.Module) -> list[nn.Module]:

@@ -46,7 +46,8 @@ class ChunkedEPStrategy(ExpertParallel, PytorchParallelStrategy, FabricParallelS
             of these that fits; ``"deep_ep"``, which was slower than ``"nvlink"`` wherever it ran, only where it is named.
         recompute: What backward computes again instead of keeping it: ``"none"``, ``"selective"``, ``"full"``, a list of names
             such as ``["norm", "moe_act"]``, or a ``RecomputePolicy``.
-        reshard_after_forward: Free a layer's gathered parameters after its forward, and gather them again in backward.
+        reshard_after_forward: Free a layer's gathered parameters after its forward, and gather them again in backward. Experts
+            that one process alone holds are not gathered.
         save_distributed_checkpoint: Save a folder with one file for each process (``True``) or a single file.
         save_asynchronously: Copy what is saved to the CPU and write it beside training. The next save or load, and the end of
             the Trainer's run, wait for it; ``wait_for_save()`` does so at any time.

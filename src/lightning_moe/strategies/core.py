@@ -18,7 +18,6 @@ from lightning_moe.checkpoint.background import Saves
 from lightning_moe.checkpoint.from_huggingface import load_due
 from lightning_moe.checkpoint.ranks import on_all_ranks
 from lightning_moe.dispatch.select import DispatcherName, check_dispatcher_name, select_dispatcher
-from lightning_moe.layers import GroupedExperts
 from lightning_moe.models import Block
 from lightning_moe.models.rotary import keep_rotary_in_float32
 from lightning_moe.parallel.apply import Parallelism, find_blocks, parallelize, reshard
@@ -26,7 +25,7 @@ from lightning_moe.parallel.checks import refuse_mixed_dtypes, refuse_sizes
 from lightning_moe.parallel.materialize import materialize
 from lightning_moe.parallel.mesh import MoEMesh, check_expert_parallel_size, resolve_expert_parallel_size
 from lightning_moe.parallel.recompute import count_parts, refuse_recompute
-from lightning_moe.parallel.units import decoder_layers, sharded_modules, whole_experts
+from lightning_moe.parallel.units import decoder_layers, sharded_modules, unreplicated_experts
 from lightning_moe.recompute import RecomputePolicy
 from lightning_moe.strategies.agreement import agree, arguments, parameters, versions
 from lightning_moe.strategies.environment import warn_about_environment
@@ -38,7 +37,7 @@ PARAM_DTYPES: dict[str, torch.dtype | None] = {
     "bf16-true": None,
     "bf16-mixed": torch.bfloat16,
 }
-"""Lightning's precisions that are served -> the dtype that sharded parameters are gathered in (``None``: their own)."""
+"""Lightning's precisions that are served -> the dtype that parameters are gathered and computed in (``None``: their own)."""
 
 
 @dataclass(frozen=True)
@@ -249,33 +248,23 @@ def _refuse_save_pretrained(model: nn.Module) -> None:
 
 @contextmanager
 def no_gradient_sync(module: nn.Module, enabled: bool = True) -> Iterator[None]:
-    """Accumulate gradients locally inside the context; they are reduced again after it, whatever happened in it."""
-    sharded, whole = sharded_modules(module), whole_experts(module)
+    """Accumulate gradients locally inside the context; they are reduced again after it, whatever happened in it.
 
-    def accumulate(locally: bool) -> None:
-        for submodule in sharded:
-            submodule.set_requires_gradient_sync(not locally, recurse=False)
-        for experts in whole:
-            experts.gradient_sums.holds = locally
-
-    accumulate(enabled)
+    Until a backward outside of it, no parameter's ``grad`` has them, and ``zero_grad()`` does not drop them.
+    """
+    _accumulate_locally(module, enabled)
     try:
         yield
-        if not enabled:
-            _hand_over(whole)
     finally:
-        accumulate(False)
+        _accumulate_locally(module, False)
 
 
-def hand_over_gradients() -> None:
-    """Give experts that the last micro-batch's backward did not reach the gradients of those before."""
-    for module in list(_DONE):
-        _hand_over(whole_experts(module))
-
-
-def _hand_over(whole: list[GroupedExperts]) -> None:
-    for experts in whole:
-        experts.hand_over_gradients()
+def _accumulate_locally(module: nn.Module, locally: bool) -> None:
+    for submodule in sharded_modules(module):
+        submodule.set_requires_gradient_sync(not locally, recurse=False)
+    for experts in unreplicated_experts(module):
+        for held in experts.gradient_sums or ():
+            held.holds = locally
 
 
 def refuse_optimizers(optimizers: list[Optimizer], module: nn.Module) -> None:

@@ -29,7 +29,6 @@ from lightning_moe.parallel.units import roots_below
 from lightning_moe.strategies.core import (
     ExpertParallel,
     drop_stale_parameters,
-    hand_over_gradients,
     no_gradient_sync,
     refuse_optimizers,
     remap_optimizers,
@@ -93,7 +92,6 @@ class ChunkedEPStrategy(ExpertParallel, FabricModelParallelStrategy):
 
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        hand_over_gradients()
         result = super().optimizer_step(optimizer, **kwargs)
         drop_stale_parameters()
         return result

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -33,7 +33,6 @@ from lightning_moe.strategies.averaging import CURRENT, average_shards, find_ave
 from lightning_moe.strategies.core import (
     ExpertParallel,
     drop_stale_parameters,
-    hand_over_gradients,
     is_parallelized,
     no_gradient_sync,
 )
@@ -117,11 +116,6 @@ class ChunkedEPStrategy(ExpertParallel, PytorchModelParallelStrategy):
     def block_backward_sync(self) -> _GeneratorContextManager[None]:
         assert self.model is not None
         return no_gradient_sync(self.model)
-
-    @override
-    def post_backward(self, closure_loss: Tensor) -> None:
-        super().post_backward(closure_loss)
-        hand_over_gradients()
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
