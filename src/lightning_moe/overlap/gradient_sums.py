@@ -19,7 +19,8 @@ from lightning_moe.ops.rows import accumulation_dtype
 class GradientSum:
     """What one matrix's gradients of earlier micro-batches sum to.
 
-    An error in a backward leaves it as it was, or with a part of that backward's gradient.
+    An error in a backward leaves it as it was, or with a part of that backward's gradient. Hooks on a parameter's accumulated
+    gradient run in a backward whose gradient is held as well, and find the ``grad`` of before.
 
     Attributes:
         holds: Whether what a backward computes stays here, for a later one to add to.
