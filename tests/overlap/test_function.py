@@ -11,8 +11,9 @@ from lightning_moe.layers import GroupedExperts
 from lightning_moe.overlap import chunked_experts, primitives, weight_gradients
 from lightning_moe.overlap.gradient_sums import GradientSum
 from lightning_moe.recompute.policy import ROUTED_MODES
-from overlap.dense import HIDDEN, NUM_EXPERTS, TOP_K, WIDTH, dense, make_case
+from overlap.dense import HIDDEN, NUM_EXPERTS, TOP_K, WIDTH, Case, dense, make_case
 
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
 NAMES = ("tokens", "weights", "gate_up", "down")
 
 
@@ -190,9 +191,13 @@ def hold(sums, holds: bool) -> None:
         one.holds = holds
 
 
-def test_gradients_that_are_held_are_summed_in_float32_and_rounded_once():
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("mode", ROUTED_MODES)
+def test_gradients_that_are_held_are_summed_in_float32_and_rounded_once(mode, device):
     """Three calls of bfloat16 matrices: nothing is heard of the first two, and the third's gradient is the sum of all."""
-    cases = [make_case(0, num_tokens, dtype=torch.bfloat16) for num_tokens in (40, 0, 60)]
+    sizes = {"dtype": torch.bfloat16, "hidden": 32, "width": 16}  # which the kernels take
+    cases = [make_case(0, num_tokens, **sizes) for num_tokens in (40, 0, 60)]
+    cases = [Case(**{name: tensor.to(device) for name, tensor in vars(case).items()}) for case in cases]
     sums, dispatcher = (GradientSum(), GradientSum()), LocalDispatcher()
     matrices = [x.clone().requires_grad_() for x in (cases[0].gate_up_E2FH, cases[0].down_EHF)]
     exact = [torch.zeros_like(x, dtype=torch.float64) for x in matrices]
@@ -201,7 +206,7 @@ def test_gradients_that_are_held_are_summed_in_float32_and_rounded_once():
         holds = case is not cases[-1]
         hold(sums, holds)
         plans = dispatcher.plan(case.ids_TK, case.weights_TK, NUM_EXPERTS, 2)
-        out_TH = chunked_experts(case.tokens_TH, case.weights_TK, *matrices, dispatcher, plans, "full", 0.25, sums)
+        out_TH = chunked_experts(case.tokens_TH, case.weights_TK, *matrices, dispatcher, plans, mode, 0.25, sums)
         out_TH.backward(case.grad_TH)
         assert [x.grad is None for x in matrices] == [holds] * 2
         assert [one.total_eMN is not None and one.total_eMN.dtype == torch.float32 for one in sums] == [holds] * 2

@@ -90,9 +90,8 @@ class _ChunkedExperts(torch.autograd.Function):
         ctx.matrices = matrices
         ctx.restore, tensors = _flattened(kept)
         tensors = [tokens_TH if kept.rows_RH is None else None, *tensors]
-        ctx.save_for_backward(
-            *local, *tensors
-        )  # of DTensors only the parts: others' hooks for saved tensors know no more
+        # of DTensors the parts: others' hooks for saved tensors may not know DTensors
+        ctx.save_for_backward(*local, *tensors)
         for watcher in watchers:
             watcher(plans, [tensor for tensor in tensors if tensor is not None])
         return out_TH
