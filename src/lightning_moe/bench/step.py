@@ -1,7 +1,8 @@
 """Whole training steps of a Qwen3-MoE, in chunks against native expert parallelism: time, memory, and the course of training.
 
 Three arms train the same model from the same weights on the same batches: one chunk, several, and one again. What the two
-native arms differ by is noise. Steps are real ones: micro-batches whose gradients add up, clipping, AdamW.
+native arms differ by is noise. Steps are real ones: micro-batches whose gradients add up, clipping, AdamW with a learning rate
+that rises at first: without that, training from weights at random blows up what arms differ by.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_moe.bench.memory import distribute, synchronize
 from lightning_moe.bench.processes import environment, launch
@@ -34,6 +36,8 @@ from lightning_moe.strategies.core import no_gradient_sync
 
 SEED = 0
 MAX_NORM = 1.0
+RISE = 20
+"""Steps over which the learning rate rises."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--warmup", type=int, default=3, help="steps before those that are timed")
     parser.add_argument("--repeats", type=int, default=5, help="steps that are timed")
     parser.add_argument("--steps", type=int, default=50, help="steps of each arm, these included")
-    parser.add_argument("--learning-rate", type=float, default=3e-4)
+    parser.add_argument("--learning-rate", type=float, default=3e-4, help=f"reached after {RISE} steps")
     parser.add_argument("--out", help="folder for the JSON and the chart")
     parser.set_defaults(run=run)
 
@@ -113,6 +117,7 @@ def _train(chunks: int, device: torch.device, arguments: argparse.Namespace) -> 
     """One arm: its curves, and the time and memory of the steps after the warm-up."""
     model = _build(chunks, device, arguments)
     optimizer = AdamW(model.parameters(), arguments.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
+    schedule = LambdaLR(optimizer, lambda number: min(1.0, (number + 1) / RISE))
     batches = _batches(device, arguments)
     losses, norms, times = [], [], []
     measured = range(arguments.warmup, arguments.warmup + arguments.repeats)
@@ -132,7 +137,8 @@ def _train(chunks: int, device: torch.device, arguments: argparse.Namespace) -> 
         dist.all_reduce(loss)
         losses.append(loss.item() / dist.get_world_size())
         norms.append(norm.item())
-    del model, optimizer
+        schedule.step()
+    del model, optimizer, schedule
     gc.collect()  # a model that is set up holds itself
     if device.type == "cuda":
         torch.cuda.empty_cache()
