@@ -211,9 +211,7 @@ def test_gradients_that_are_held_are_summed_in_float32_and_rounded_once(mode, de
         assert [x.grad is None for x in matrices] == [holds] * 2
         assert [one.total_eMN is not None and one.total_eMN.dtype == torch.float32 for one in sums] == [holds] * 2
         (one,) = dispatcher.plan(case.ids_TK, case.weights_TK, NUM_EXPERTS, 1)
-        wide = [
-            x.detach().float().requires_grad_() for x in matrices
-        ]  # converted inside: gradients that are not rounded
+        wide = [x.detach().float().requires_grad_() for x in matrices]  # converted inside: its gradient is not rounded
         chunked_experts(case.tokens_TH, case.weights_TK, *wide, dispatcher, [one], "none").backward(case.grad_TH)
         for total, absolute, x in zip(exact, size, wide, strict=True):
             assert x.grad.dtype == torch.float32

@@ -50,9 +50,8 @@ def in_fabric(world_size, ep_size, seed, overrides):
 def in_trainer(world_size, ep_size, precision):
     runner = trainer(ChunkedEPStrategy(ep_size), world_size, precision=precision)
     task = LazyTask()
-    batches = loader(
-        my_share(1, runner.global_rank, world_size)[:1].repeat(STEPS, 1, 1)
-    )  # one batch, so that the loss falls
+    one_batch = my_share(1, runner.global_rank, world_size)[:1]  # and no other, so that the loss falls
+    batches = loader(one_batch.repeat(STEPS, 1, 1))
     runner.fit(task, batches)
     (metrics,) = runner.validate(task, batches, verbose=False)
     return task.losses, metrics["val_loss"], {p.dtype for p in task.parameters()}

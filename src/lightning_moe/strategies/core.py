@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from lightning_moe.checkpoint.background import Saves
@@ -20,6 +21,7 @@ from lightning_moe.checkpoint.ranks import on_all_ranks
 from lightning_moe.dispatch.select import DispatcherName, check_dispatcher_name, select_dispatcher
 from lightning_moe.models import Block
 from lightning_moe.models.rotary import keep_rotary_in_float32
+from lightning_moe.overlap.gradient_sums import GradientSum
 from lightning_moe.parallel.apply import Parallelism, find_blocks, parallelize, reshard
 from lightning_moe.parallel.checks import refuse_mixed_dtypes, refuse_sizes
 from lightning_moe.parallel.materialize import materialize
@@ -252,19 +254,20 @@ def no_gradient_sync(module: nn.Module, enabled: bool = True) -> Iterator[None]:
 
     Until a backward outside of it, no parameter's ``grad`` has them, and ``zero_grad()`` does not drop them.
     """
-    _accumulate_locally(module, enabled)
+    sharded = sharded_modules(module)
+    sums = [held for experts in unreplicated_experts(module) for held in experts.gradient_sums or ()]
+    _accumulate_locally(sharded, sums, enabled)
     try:
         yield
     finally:
-        _accumulate_locally(module, False)
+        _accumulate_locally(sharded, sums, False)
 
 
-def _accumulate_locally(module: nn.Module, locally: bool) -> None:
-    for submodule in sharded_modules(module):
+def _accumulate_locally(sharded: list[FSDPModule], sums: list[GradientSum], locally: bool) -> None:
+    for submodule in sharded:
         submodule.set_requires_gradient_sync(not locally, recurse=False)
-    for experts in unreplicated_experts(module):
-        for held in experts.gradient_sums or ():
-            held.holds = locally
+    for held in sums:
+        held.holds = locally
 
 
 def refuse_optimizers(optimizers: list[Optimizer], module: nn.Module) -> None:

@@ -30,12 +30,7 @@ from lightning_moe.checkpoint.save import state_dicts, writing
 from lightning_moe.parallel.gradients import clip_grad_norm_
 from lightning_moe.parallel.units import roots_below
 from lightning_moe.strategies.averaging import CURRENT, average_shards, find_average, wait_for_shards
-from lightning_moe.strategies.core import (
-    ExpertParallel,
-    drop_stale_parameters,
-    is_parallelized,
-    no_gradient_sync,
-)
+from lightning_moe.strategies.core import ExpertParallel, drop_stale_parameters, is_parallelized, no_gradient_sync
 from lightning_moe.strategies.failure import explain, forget
 from lightning_moe.strategies.signals import Signals
 
