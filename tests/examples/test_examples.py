@@ -34,9 +34,20 @@ def text_folder(tmp_path_factory) -> Path:
     return folder
 
 
-def train(way: str, text_folder: Path, folder: Path, steps: int, *options: str) -> str:
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+def train(way: str, text_folder: Path, folder: Path, steps: int, *options: str, launcher: tuple[str, ...] = ()) -> str:
     """Run a script on two CPU processes; return all it prints."""
-    command = [sys.executable, EXAMPLES / f"train_{way}.py", "--data", text_folder, "--checkpoint-dir", folder]
+    command = [
+        sys.executable,
+        *launcher,
+        EXAMPLES / f"train_{way}.py",
+        "--data",
+        text_folder,
+        "--checkpoint-dir",
+        folder,
+    ]
     command += ["--steps", str(steps), "--batch-size", "4", "--window", "64", *options]
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY / "src")}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=140, check=False)
@@ -78,6 +89,11 @@ def test_trains_and_resumes(way, text_folder, at_once, tmp_path):
     assert losses(resumed)[0] < losses(first)[-1] + 0.5  # not from the start again
     assert (tmp_path / f"{way}-step=9.ckpt" / ".metadata").is_file()
     assert validation_loss(resumed) == validation_loss(at_once)
+
+
+def test_torchrun_starts_the_processes_as_well(text_folder, at_once, tmp_path):
+    output = train("fabric", text_folder, tmp_path, 9, launcher=TORCHRUN)
+    assert validation_loss(output) == validation_loss(at_once)
 
 
 def test_a_folder_without_text_is_refused(tmp_path, text):

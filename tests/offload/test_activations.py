@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from helpers.decoder import Decoder
+from helpers.devices import DEVICES
 from helpers.lanes import CountingLane, LateLane, LateTicket, SleepingLane
 from lightning_moe.dispatch import LocalDispatcher
 from lightning_moe.offload import ActivationOffloader, activations
@@ -23,7 +24,6 @@ from lightning_moe.overlap.kept import KEPT
 from lightning_moe.parallel.recompute import recompute_in_backward
 from lightning_moe.recompute import DiscardOutputCheckpoint, RecomputePolicy
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
 HIDDEN = 16
 
 

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from helpers.devices import DEVICES
 from lightning_moe import buffers
 from lightning_moe.layers import GroupedExperts
 from lightning_moe.memory.owners import Owners
@@ -17,8 +18,6 @@ from lightning_moe.offload import ModelOffloader
 from lightning_moe.offload import model as engine
 from lightning_moe.ops.local import local_part, sharded_parameters
 from lightning_moe.overlap.gradient_sums import GradientSum
-
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
 
 
 def tied() -> nn.Module:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from helpers.devices import DEVICES
 from lightning_moe.dispatch import LocalDispatcher
 from lightning_moe.layers import GroupedExperts
 from lightning_moe.overlap import chunked_experts, primitives, weight_gradients
@@ -13,7 +14,6 @@ from lightning_moe.overlap.gradient_sums import GradientSum
 from lightning_moe.recompute.policy import ROUTED_MODES
 from overlap.dense import HIDDEN, NUM_EXPERTS, TOP_K, WIDTH, Case, dense, make_case
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
 NAMES = ("tokens", "weights", "gate_up", "down")
 
 

@@ -17,11 +17,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from helpers import processes
+from helpers.devices import DEVICES
 from lightning_moe.layers import SharedExperts
 from lightning_moe.recompute import DiscardOutputCheckpoint
 
 HIDDEN = 8
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
 
 
 class Plain:
