@@ -272,6 +272,27 @@ def test_so_they_are_between_gpus(transport):
     check_on(2, 1, transport, "cuda", device="cuda", timeout=240)  # kernels are compiled for many widths
 
 
+def check_new_outbox_beside_queued_work() -> None:
+    rank, device, traffic = dist.get_rank(), torch.device("cuda", dist.get_rank()), ((0, 1), (1, 0))
+    transport = NVLinkTransport(dist.group.WORLD, device, timedelta(seconds=10))
+    lane = torch.cuda.Stream(device)
+    for late in (0, 1):
+        if rank == late:
+            torch.cuda._sleep(10**9)  # cycles of the default stream, half a second
+        with torch.cuda.stream(lane):
+            inbox = torch.empty(1, 16, dtype=torch.uint8, device=device)
+            outbox = transport.outbox(DISPATCH, traffic, inbox)
+            outbox.fill_(rank)
+            transport.exchange(DISPATCH, traffic, outbox, inbox)
+            assert inbox.tolist() == [[1 - rank] * 16]
+        transport.release()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two CUDA devices are needed")
+def test_no_signal_is_lost_where_an_outbox_is_made_behind_queued_work():
+    run(check_new_outbox_beside_queued_work, 2, device="cuda", timeout=60)
+
+
 @pytest.mark.parametrize("num_chunks", [1, 2, 5])
 def test_local_dispatcher_moves_nothing(num_chunks):
     """Rows are the tokens themselves, there and back."""

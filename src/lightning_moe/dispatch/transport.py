@@ -204,6 +204,9 @@ class _Box:
         import torch.distributed._symmetric_memory as symmetric_memory
 
         self.mine = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
+        # torch 2.11 clears the signals on the default stream, behind the work that is queued there, and does not wait: a
+        # peer that knows the memory by then could signal before that, and would never be heard
+        torch.cuda.synchronize(device)
         self.handle = symmetric_memory.rendezvous(self.mine, group)
         self.of = [self.handle.get_buffer(rank, (num_bytes,), torch.uint8) for rank in range(group.size())]
         self.in_use = False
