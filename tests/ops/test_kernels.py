@@ -6,6 +6,7 @@ They need a GPU. With Triton installed and ``TRITON_INTERPRET=1``, they also run
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import random
 from types import SimpleNamespace
@@ -409,7 +410,7 @@ def operands(counts, width_m: int, width_n: int, dtype):
 
 
 def assert_weight_gradient(kernels, counts, sides, dtype, total: str, place=lambda tensor: tensor.to(DEVICE)) -> None:
-    """Written, added in place, or added to a total, scaled and converted, within the rounding of its sums."""
+    """Written, added to in place, or going on from a total, scaled and converted, within the rounding of its sums."""
     grad_RM, rows_RN, groups = operands(counts, *sides, dtype)
     num_experts = len(counts[0])
     before_eMN = draw(num_experts, *sides, seed=2)
@@ -441,9 +442,32 @@ def assert_weight_gradient(kernels, counts, sides, dtype, total: str, place=lamb
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 def test_weight_gradient(counts, sides, dtype, total, kernels):
     """Of one chunk, and of several whose rows lie one after the other."""
-    if INTERPRETED and total == "in place":
-        pytest.skip("the interpreter knows no reduction through a tensor descriptor")
     assert_weight_gradient(kernels, counts, sides, dtype, total)
+
+
+@on_hopper
+@pytest.mark.parametrize("sides", SIDES, ids=str)
+def test_no_bit_of_a_weight_gradient_depends_on_how_many_chunks_one_product_takes(sides, kernels):
+    counts, dtype = [(70, 0, 1), (0, 0, 200), (64, 0, 65), (3, 0, 0)], DTYPES[1]
+    grad_RM, rows_RN, groups = operands(counts, *sides, dtype)
+    ends = groups.ends_e.view(len(counts), -1)
+    gradients = []
+    for cuts in ((0, 4), (0, 1, 4), (0, 3, 4), (0, 1, 2, 3, 4)):
+        total_eMN = torch.full((3, *sides), NAN, device=DEVICE)
+        out_eMN = torch.full((3, *sides), NAN, device=DEVICE, dtype=dtype)
+        for first, stop in itertools.pairwise(cuts):
+            start, end = int(ends[first - 1, -1]) if first else 0, int(ends[stop - 1, -1])
+            kernels.weight_gradient.weight_gradient_of_experts(
+                out_eMN if stop == len(counts) else total_eMN,
+                grad_RM[start:end].to(DEVICE),
+                rows_RN[start:end].to(DEVICE),
+                (ends[first:stop] - start).flatten().to(DEVICE),
+                total_eMN if first else None,
+                0.3 if stop == len(counts) else 1.0,
+            )
+        gradients.append(out_eMN)
+    assert gradients[0].isfinite().all()
+    assert all(torch.equal(gradients[0], other) for other in gradients[1:])
 
 
 @on_hopper
@@ -600,7 +624,7 @@ def test_weight_gradient_in_random_shapes(seed, kernels):
     counts = [tuple(rng.choice([0, 1, rng.randint(0, 300)]) for _ in range(num_experts)) for _ in range(num_chunks)]
     counts[-1] = (counts[-1][0] + 1, *counts[-1][1:])  # one row at least
     sides = 16 * rng.randint(1, 25), 16 * rng.randint(1, 40)
-    total = rng.choice(["none", "read"] if INTERPRETED else ["none", "in place", "read"])
+    total = rng.choice(["none", "in place", "read"])
     assert_weight_gradient(kernels, counts, sides, rng.choice(DTYPES[1:]), total)
 
 

@@ -29,6 +29,8 @@ OUTGROWN = 2 * 3 * 4 // (3 + 4) + 1  # rows whose operands are larger than the m
 @pytest.mark.parametrize("inputs_kept", [True, False])
 @pytest.mark.parametrize("added_to", ["nothing", "an earlier sum"])
 def test_operands_wait_while_they_are_small_beside_their_sum(rows_of, together, frugal, inputs_kept, added_to):
+    """Or, where time counts for more, until they are all there."""
+    together = together if frugal else len(rows_of)
     generator = torch.Generator().manual_seed(sum(rows_of))
     earlier_eMN = None if added_to == "nothing" else torch.randn(SHAPE, generator=generator, dtype=torch.float64)
     weight_eMN = torch.empty(SHAPE, dtype=torch.float64)

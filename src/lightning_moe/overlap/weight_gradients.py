@@ -1,8 +1,9 @@
 """The gradient of one expert matrix, over all chunks of one call.
 
 One product over all chunks' rows is the fastest way, and needs both operands of all chunks at once: what native expert
-parallelism holds too. Where these are large beside the matrix, they wait only until they outgrow a float32 sum of it; from then
-on each chunk is added to that. What is summed with what never depends on what forward kept, so that neither do the bits.
+parallelism holds too. Where memory counts for more, and these are large beside the matrix, they wait only until they outgrow
+a float32 sum of it; from then on each chunk is added to that. A product goes on summing where the last one ended, so it
+changes no bit how many chunks one takes.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class WeightGradient:
         groups: The rows of each chunk's experts; both matrices of a call share it.
         target: The result's dtype, and what it is added to.
         rows_RN: The grouped GEMM's input, R rows of all chunks together, where that was kept.
-        frugal: Whether memory counts for more than who waits.
+        frugal: Whether memory counts for more than time.
 
     Attributes:
         result_eMN: What the target does not hold itself, once all chunks were added; before that, the sum so far, or ``None``.
@@ -70,7 +71,7 @@ class WeightGradient:
         self.at_once = frugal and num_chunks > 1
         self._weight, self._groups, self._target, self._num_chunks = weight_eMN, groups, target, num_chunks
         self._total_dtype = accumulation_dtype(weight_eMN.dtype)
-        self._num_together = self._few_chunks()
+        self._num_together = self._few_chunks() if frugal else num_chunks
         self._grads_RM: Tensor | None = None
         self._rows_RN = rows_RN
         if self._num_together > 1:

@@ -1,4 +1,4 @@
-"""What kernels for Hopper GPUs share: descriptors for the tensor memory accelerator, halving a tile, the GPU's constants."""
+"""What kernels for Hopper GPUs share: descriptors for the tensor memory accelerator, parts of tiles, the GPU's constants."""
 
 from __future__ import annotations
 
@@ -41,6 +41,12 @@ def tiles_of_experts(rows_RX: Tensor, block: list[int]) -> TensorDescriptor:
 def halves(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """The left and the right half of a tile's columns, which the same threads hold: nothing is moved."""
     return tile.reshape(ROWS, 2, COLUMNS // 2).permute(0, 2, 1).split()
+
+
+@triton.jit
+def joined(left, right, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Two tiles of the same size side by side, the other way round."""
+    return tl.join(left, right).permute(0, 2, 1).reshape(ROWS, 2 * COLUMNS)
 
 
 @functools.cache

@@ -13,7 +13,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_moe.ops.kernels.descriptors import MANY, halves, is_hopper, num_multiprocessors, tiles, tiles_of_experts
+from lightning_moe.ops.kernels.descriptors import (
+    MANY,
+    halves,
+    is_hopper,
+    joined,
+    num_multiprocessors,
+    tiles,
+    tiles_of_experts,
+)
 from lightning_moe.ops.kernels.launch import blocks, launch, power_of_2
 
 BLOCK_M, BLOCK_N, BLOCK_R = 128, 256, 64
@@ -38,6 +46,8 @@ def weight_gradient_of_experts(
 ) -> None:
     """Write ``(total + grad^T rows) * scale`` for each expert.
 
+    The sum goes on from the total, row block by row block, so how many chunks one call takes does not matter to a single bit.
+
     Args:
         out_eMN: ``[e, M, N]``, written; may be the total itself.
         grad_RM: ``[R, M]``, 16-bit floats, R at least 1.
@@ -48,21 +58,22 @@ def weight_gradient_of_experts(
 
     """
     num_experts, width_m, width_n = out_eMN.shape
-    add_in_place = total_eMN is not None and total_eMN.data_ptr() == out_eMN.data_ptr() and scale == 1.0
     num_tiles = num_experts * blocks(width_m, BLOCK_M) * blocks(width_n, BLOCK_N)
     num_programs = min(num_tiles, num_multiprocessors(out_eMN.device))
-    # 227 KiB of shared memory hold 48 KiB for each row block in flight, 32 KiB for a quarter of a tile that is written, and as
-    # much again where a quarter of the total is read
-    num_stages = 3 if total_eMN is not None and not add_in_place else 4
+    # 227 KiB of shared memory hold 48 KiB for each row block in flight, 64 KiB through which a total gets to where the product
+    # is summed, and the part of a tile that is being written: 32 columns in float32 beside a total, 64 otherwise
+    num_stages, num_parts = 4, 4
+    if total_eMN is not None:
+        num_stages, num_parts = 3, 8 if out_eMN.dtype == torch.float32 else 4
     launch(
         _weight_gradient_kernel,
         (num_programs,),
         (
-            tiles(out_eMN, [1, BLOCK_M, BLOCK_N // 4]),
+            tiles(out_eMN, [1, BLOCK_M, BLOCK_N // num_parts]),
             tiles_of_experts(grad_RM, [BLOCK_R, BLOCK_M]),
             tiles_of_experts(rows_RN, [BLOCK_R, BLOCK_N]),
             ends_Ce,
-            None if add_in_place else total_eMN,
+            total_eMN,
         ),
         (scale, num_experts),
         (
@@ -71,7 +82,7 @@ def weight_gradient_of_experts(
             ends_Ce.shape[0] // num_experts,
             power_of_2(num_experts),
             max(power_of_2(blocks(num_tiles, num_programs)), MIN_ROUNDS),
-            add_in_place,
+            num_parts,
             BLOCK_M,
             BLOCK_N,
             BLOCK_R,
@@ -89,26 +100,70 @@ def _load_rows(rows, end, size, row, column, BLOCK_R: tl.constexpr, WIDTH: tl.co
 
 
 @triton.jit
-def _load_total(
-    total_ptr,
-    expert,
-    m,
-    n,
+def _place(
+    index,
+    by_size,
+    experts,
+    EXPERTS: tl.constexpr,
     WIDTH_M: tl.constexpr,
     WIDTH_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
-    ms, ns = m + tl.arange(0, BLOCK_M)[:, None], n + tl.arange(0, BLOCK_N)[None, :]
-    line = expert.to(tl.int64) * WIDTH_M + ms
-    return tl.load(total_ptr + line * WIDTH_N + ns, mask=(ms < WIDTH_M) & (ns < WIDTH_N), other=0.0)
+    """The expert, first row and first column of a tile."""
+    blocks_m, blocks_n = tl.cdiv(WIDTH_M, BLOCK_M), tl.cdiv(WIDTH_N, BLOCK_N)
+    turn, within = index // (blocks_m * blocks_n), index % (blocks_m * blocks_n)
+    expert = (tl.sum(tl.where(experts == turn, by_size, 0)) % EXPERTS).to(tl.int32)
+    first_m = within // (GROUP * blocks_n) * GROUP
+    height = tl.minimum(blocks_m - first_m, GROUP)
+    within = within % (GROUP * blocks_n)
+    return expert, (first_m + within % height) * BLOCK_M, within // height * BLOCK_N
 
 
 @triton.jit
-def _quarters(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """A tile's columns in four parts, from left to right."""
+def _load_total(
+    total_ptr,
+    index,
+    num_tiles,
+    by_size,
+    experts,
+    EXPERTS: tl.constexpr,
+    WIDTH_M: tl.constexpr,
+    WIDTH_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """What a tile's sum goes on from, ``[BLOCK_M, BLOCK_N]``: zero without a total, and after the last tile."""
+    if total_ptr is None:
+        tile = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    else:
+        expert, m, n = _place(index, by_size, experts, EXPERTS, WIDTH_M, WIDTH_N, BLOCK_M, BLOCK_N, GROUP)
+        WIDTH: tl.constexpr = BLOCK_N // 4
+        ms, ns = m + tl.arange(0, BLOCK_M)[:, None], n + tl.arange(0, WIDTH)[None, :]
+        line_ptr = total_ptr + (expert.to(tl.int64) * WIDTH_M + ms) * WIDTH_N
+        there = (index < num_tiles) & (ms < WIDTH_M)
+        first = tl.load(line_ptr + ns, mask=there & (ns < WIDTH_N), other=0.0)
+        second = tl.load(line_ptr + ns + WIDTH, mask=there & (ns + WIDTH < WIDTH_N), other=0.0)
+        third = tl.load(line_ptr + ns + 2 * WIDTH, mask=there & (ns + 2 * WIDTH < WIDTH_N), other=0.0)
+        fourth = tl.load(line_ptr + ns + 3 * WIDTH, mask=there & (ns + 3 * WIDTH < WIDTH_N), other=0.0)
+        left, right = joined(first, second, BLOCK_M, WIDTH), joined(third, fourth, BLOCK_M, WIDTH)
+        tile = joined(left, right, BLOCK_M, 2 * WIDTH)
+    return tile
+
+
+@triton.jit
+def _parts(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr):
+    """A tile's columns in four or eight parts, from left to right."""
     left, right = halves(tile, ROWS, COLUMNS)
-    return halves(left, ROWS, COLUMNS // 2) + halves(right, ROWS, COLUMNS // 2)
+    parts = halves(left, ROWS, COLUMNS // 2) + halves(right, ROWS, COLUMNS // 2)
+    if PARTS == 8:
+        WIDTH: tl.constexpr = COLUMNS // 4
+        first, second, third, fourth = parts
+        parts = halves(first, ROWS, WIDTH) + halves(second, ROWS, WIDTH)
+        parts += halves(third, ROWS, WIDTH) + halves(fourth, ROWS, WIDTH)
+    return parts
 
 
 @triton.jit(do_not_specialize=["num_experts"])
@@ -125,7 +180,7 @@ def _weight_gradient_kernel(
     CHUNKS: tl.constexpr,
     EXPERTS: tl.constexpr,
     ROUNDS: tl.constexpr,
-    ADD_IN_PLACE: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -138,8 +193,7 @@ def _weight_gradient_kernel(
     finish at about the same time, however uneven the experts are.
     """
     program, num_programs = tl.program_id(0), tl.num_programs(0)
-    blocks_m, blocks_n = tl.cdiv(WIDTH_M, BLOCK_M), tl.cdiv(WIDTH_N, BLOCK_N)
-    tiles_of_expert = blocks_m * blocks_n
+    tiles_of_expert = tl.cdiv(WIDTH_M, BLOCK_M) * tl.cdiv(WIDTH_N, BLOCK_N)
 
     experts = tl.arange(0, EXPERTS)
     steps = tl.zeros((EXPERTS,), tl.int32)  # of a tile of each expert
@@ -164,7 +218,10 @@ def _weight_gradient_kernel(
     end = 0
     size = 0
     row = 0
-    tile = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    num_tiles = num_experts * tiles_of_expert
+    tile = _load_total(
+        total_ptr, program, num_tiles, by_size, experts, EXPERTS, WIDTH_M, WIDTH_N, BLOCK_M, BLOCK_N, GROUP
+    )
     for _ in tl.range(num_steps):
         row += BLOCK_R
         if row >= size:
@@ -173,13 +230,7 @@ def _weight_gradient_kernel(
                 chunk = 0
                 round += 1
                 index = round * num_programs + _turn(round, program, num_programs)
-                expert = (tl.sum(tl.where(experts == index // tiles_of_expert, by_size, 0)) % EXPERTS).to(tl.int32)
-                within = index % tiles_of_expert
-                first_m = within // (GROUP * blocks_n) * GROUP
-                height = tl.minimum(blocks_m - first_m, GROUP)
-                within = within % (GROUP * blocks_n)
-                m = (first_m + within % height) * BLOCK_M
-                n = within // height * BLOCK_N
+                expert, m, n = _place(index, by_size, experts, EXPERTS, WIDTH_M, WIDTH_N, BLOCK_M, BLOCK_N, GROUP)
             group = chunk * num_experts + expert
             end = tl.load(ends_ptr + group)
             size = end - tl.load(ends_ptr + group - 1, mask=group > 0, other=0)
@@ -188,17 +239,14 @@ def _weight_gradient_kernel(
         rows_block = _load_rows(rows, end, size, row, n, BLOCK_R, BLOCK_N)
         tile = tl.dot(grad_block.T, rows_block, tile)
         if (row + BLOCK_R >= size) & (chunk == CHUNKS - 1):
-            WIDTH: tl.constexpr = BLOCK_N // 4
-            parts = _quarters(tile, BLOCK_M, BLOCK_N)
-            for i in tl.static_range(4):
-                part, column = parts[i], n + i * WIDTH
-                if ADD_IN_PLACE:
-                    out.atomic_add([expert, m, column], part.reshape(1, BLOCK_M, WIDTH))
-                else:
-                    if total_ptr is not None:
-                        part += _load_total(total_ptr, expert, m, column, WIDTH_M, WIDTH_N, BLOCK_M, WIDTH)
-                    out.store([expert, m, column], (part * scale).to(out.dtype).reshape(1, BLOCK_M, WIDTH))
-            tile = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            parts = _parts(tile, BLOCK_M, BLOCK_N, PARTS)
+            for i in tl.static_range(PARTS):
+                part, column = parts[i], n + i * (BLOCK_N // PARTS)
+                out.store([expert, m, column], (part * scale).to(out.dtype).reshape(1, BLOCK_M, BLOCK_N // PARTS))
+            index = (round + 1) * num_programs + _turn(round + 1, program, num_programs)
+            tile = _load_total(
+                total_ptr, index, num_tiles, by_size, experts, EXPERTS, WIDTH_M, WIDTH_N, BLOCK_M, BLOCK_N, GROUP
+            )
 
 
 @triton.jit
