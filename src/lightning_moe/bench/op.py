@@ -4,12 +4,13 @@ The op starts from expert ids and routing weights and ends with the combined out
 forward and backward of a row share one timing. *Floor* is the same number of rows per rank on the ``local`` dispatcher, so
 that communication is free: what remains is gather, grouped GEMMs, activation and reduce. With skewed routing a rank may have
 more rows than that, so its time over the floor shows the imbalance too. A row's time is that of the slowest rank, the median
-over repetitions in which all rows take turns.
+over repetitions in each of which all rows take turns, in an order drawn anew.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 import time
 from dataclasses import asdict, dataclass
@@ -213,9 +214,11 @@ def _measure(setup: _Setup, cases: list[Case], repeats: int) -> list[dict[str, A
     for case in cases:
         setup.call(case)
     times: list[list[float]] = [[] for _ in cases]
+    turns = random.Random(SEED)  # the same on every rank
     for _ in range(repeats):
-        for case, case_times in zip(cases, times, strict=True):
-            case_times.append(_milliseconds(setup, case))
+        # in another order each time: what ran just before heats the device or lets it rest, and shows in the next one's time
+        for i in turns.sample(range(len(cases)), len(cases)):
+            times[i].append(_milliseconds(setup, cases[i]))
     floors = {
         (case.what, case.direction, case.mode): statistics.median(t)
         for case, t in zip(cases, times, strict=True)
