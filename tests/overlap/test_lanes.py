@@ -41,8 +41,13 @@ def calls(num_chunks: int, finishing: bool = False) -> list[str]:
     def arrive(i):
         return Communication(events.append, (f"arrive {i}",)), f"rows {i}"
 
-    def work(i, arrived):
+    def take(i, arrived):
         assert arrived == f"rows {i}"
+        events.append(f"take {i}")
+        return f"sorted rows {i}"
+
+    def work(i, taken):
+        assert taken == f"sorted rows {i}"
         events.append(f"work {i}")
         return f"product {i}"
 
@@ -54,26 +59,26 @@ def calls(num_chunks: int, finishing: bool = False) -> list[str]:
         assert product == f"product {i}"
         events.append(f"finish {i}")
 
-    pipeline(NotedLanes(events), range(num_chunks), arrive, work, leave, finish if finishing else None)
+    pipeline(NotedLanes(events), range(num_chunks), arrive, take, work, leave, finish if finishing else None)
     return events
 
 
 def test_three_chunks_overlap_with_their_neighbours():
     assert calls(3) == [
-        *("arrive 0", "wait for arrive 0", "work 0", "arrive 1", "leave 0"),
-        *("wait for arrive 1", "work 1", "arrive 2", "wait for leave 0", "leave 1"),
-        *("wait for arrive 2", "work 2", "wait for leave 1", "leave 2", "wait for leave 2"),
+        *("arrive 0", "wait for arrive 0", "take 0", "work 0", "arrive 1", "leave 0"),
+        *("wait for arrive 1", "take 1", "work 1", "arrive 2", "wait for leave 0", "leave 1"),
+        *("wait for arrive 2", "take 2", "work 2", "wait for leave 1", "leave 2", "wait for leave 2"),
     ]
 
 
 def test_what_nobody_waits_for_runs_beside_the_leaving():
     assert calls(2, finishing=True) == [
-        *("arrive 0", "wait for arrive 0", "work 0", "arrive 1", "leave 0", "finish 0"),
-        *("wait for arrive 1", "work 1", "wait for leave 0", "leave 1", "finish 1", "wait for leave 1"),
+        *("arrive 0", "wait for arrive 0", "take 0", "work 0", "arrive 1", "leave 0", "finish 0"),
+        *("wait for arrive 1", "take 1", "work 1", "wait for leave 0", "leave 1", "finish 1", "wait for leave 1"),
     ]
 
 
-def test_an_arrival_waits_for_the_mark_before_the_work_beside_it():
+def test_an_arrival_waits_for_the_mark_between_what_was_taken_in_and_the_work_beside_it():
     events, marks = [], {}
 
     class Marked(NotedLanes):
@@ -87,8 +92,11 @@ def test_an_arrival_waits_for_the_mark_before_the_work_beside_it():
     def leave(i, _):
         return Communication(events.append, (f"leave {i}",))
 
-    pipeline(Marked(events), range(2), arrive, lambda i, _: events.append(f"work {i}"), leave)
-    assert marks["arrive 1"] <= events.index("work 0") < events.index("arrive 1")
+    def step(name):
+        return lambda i, _: events.append(f"{name} {i}")
+
+    pipeline(Marked(events), range(2), arrive, step("take"), step("work"), leave)
+    assert events.index("take 0") < marks["arrive 1"] <= events.index("work 0") < events.index("arrive 1")
     assert marks["leave 0"] > events.index("work 0")
 
 
@@ -173,26 +181,31 @@ class Payload:
 
 
 def test_what_a_chunk_needs_no_more_is_gone_before_the_next_ones_work():
-    alive: list[tuple[bool, bool]] = []
-    watched: list[tuple] = []
+    alive: list[list[bool]] = []
+    watched: list[weakref.ref] = []
 
     def arrive(i):
         return Communication(len, ([],)), Payload()
 
-    def work(i, arrived):
-        alive.append((any(rows() is not None for rows, _ in watched), any(out() is not None for _, out in watched)))
+    def take(i, arrived):
+        watched.append(weakref.ref(arrived))
+        alive.append([rows() is not None for rows in watched])
+        return Payload()
+
+    def work(i, taken):
+        assert all(payload() is None for payload in watched)
         product = Payload()
-        watched.append((weakref.ref(arrived), weakref.ref(product)))
+        watched.extend((weakref.ref(taken), weakref.ref(product)))
         return product
 
     def leave(i, product):
         return Communication(len, ([],))
 
-    pipeline(Lanes(torch.device("cpu")), range(3), arrive, work, leave, lambda i, product: None)
-    assert alive == [(False, False)] * 3
+    pipeline(Lanes(torch.device("cpu")), range(3), arrive, take, work, leave, lambda i, product: None)
+    assert alive == [[False] * 3 * i + [True] for i in range(3)]
 
 
-@pytest.mark.parametrize("failing", ["arrive", "work", "leave", "finish"])
+@pytest.mark.parametrize("failing", ["arrive", "take", "work", "leave", "finish"])
 def test_an_error_waits_for_the_communication_that_is_still_running(failing):
     class Joined(NotedLanes):
         def join(self):
@@ -211,5 +224,5 @@ def test_an_error_waits_for_the_communication_that_is_still_running(failing):
     nothing = Communication(lambda _: None, ("nothing",))
     arrive, leave = step("arrive", (nothing, None)), step("leave", nothing)
     with pytest.raises(KeyError, match=failing):
-        pipeline(Joined(events), range(3), arrive, step("work"), leave, step("finish"))
+        pipeline(Joined(events), range(3), arrive, step("take"), step("work"), leave, step("finish"))
     assert events[-1] == "join"

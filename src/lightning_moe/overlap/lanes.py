@@ -17,6 +17,7 @@ import torch
 
 Chunk = TypeVar("Chunk")
 Arrived = TypeVar("Arrived")
+Taken = TypeVar("Taken")
 Leaving = TypeVar("Leaving")
 
 
@@ -85,19 +86,21 @@ def pipeline(
     lanes: Lanes,
     chunks: Sequence[Chunk],
     arrive: Callable[[Chunk], tuple[Communication | None, Arrived]],
-    work: Callable[[Chunk, Arrived], Leaving],
+    take: Callable[[Chunk, Arrived], Taken],
+    work: Callable[[Chunk, Taken], Leaving],
     leave: Callable[[Chunk, Leaving], Communication | None],
     finish: Callable[[Chunk, Leaving], None] | None = None,
 ) -> None:
-    """Let every chunk arrive, work on it, let it leave, with the neighbours' communication beside each chunk's work.
+    """Let every chunk arrive, take it in, work on it, let it leave, with the neighbours' communication beside the work.
 
     While chunk i is worked on, chunk i+1 arrives and chunk i-1 leaves. The communication lane sees arrive(0), arrive(1),
     leave(0), arrive(2), leave(1), ...: an order that depends on nothing but the number of chunks, so it is the same on
     every rank. What of a chunk's work nobody waits for goes into ``finish``, which runs beside the chunk's own leaving.
 
     The host issues a chunk's work before the next one's arrival, so that the device need not wait for the latter's launches;
-    the arrival starts all the same with the work, since it waits only for the mark before it. What a chunk needs no more is
-    let go before the next one's work begins.
+    the arrival starts all the same with the work, since it waits only for the mark before it. Its memory is prepared while
+    the device takes in what arrived, and may be the very memory that this took. What a chunk needs no more is let go before
+    the next one's work begins.
     """
     try:
         arrival, rows = arrive(chunks[0])
@@ -106,9 +109,10 @@ def pipeline(
         leaving: Ticket | None = None
         for i, chunk in enumerate(chunks):
             arriving.wait()
+            taken = [take(chunk, arrived.pop())]
             following = arrive(chunks[i + 1]) if i + 1 < len(chunks) else None
             start = lanes.mark()
-            product = work(chunk, arrived.pop())
+            product = work(chunk, taken.pop())
             if following is not None:
                 arriving = lanes.communicate(following[0], start)
                 arrived.append(following[1])

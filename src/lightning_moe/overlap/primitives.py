@@ -130,11 +130,15 @@ def forward(
         _, weights_NK, ids_NK = arriving.rows
         sort_by_expert(ids_NK, weights_NK, plan.experts.start, order)
 
-    def work(i: int, arrived: list[Arriving]) -> list[Tensor]:
-        order, place = orders[i], places[i]
+    def take(i: int, arrived: list[Arriving]) -> list[Tensor]:
+        sort = orders[i].by_expert
+        rows_RH = tokens_TH.new_empty(sort.num_copies, hidden) if all_rows_RH is None else all_rows_RH[places[i]]
+        gather(arrived.pop().rows[0], sort, rows_RH)  # what arrived goes as soon as it is sorted
+        return [rows_RH]
+
+    def work(i: int, rows: list[Tensor]) -> list[Tensor]:
+        order, place, rows_RH = orders[i], places[i], rows.pop()
         num_rows = order.by_expert.num_copies
-        rows_RH = tokens_TH.new_empty(num_rows, hidden) if all_rows_RH is None else all_rows_RH[place]
-        gather(arrived.pop().rows[0], order.by_expert, rows_RH)  # what arrived goes as soon as it is sorted
         act_RF = tokens_TH.new_empty(num_rows, width) if all_act_RF is None else all_act_RF[place]
         gate_up_R2F = None if all_gate_up_R2F is None else all_gate_up_R2F[place]
         grouped_mm_swiglu(rows_RH, experts.gate_up_e2FH, order.weights_R, order.groups, act_RF, gate_up_R2F)
@@ -150,7 +154,7 @@ def forward(
         _fill(leaving, out.pop(), None, orders[i])
         return _travelling(plan, dispatcher.combine, leaving, homes)
 
-    pipeline(Lanes(tokens_TH.device), range(len(plans)), arrive, work, leave)
+    pipeline(Lanes(tokens_TH.device), range(len(plans)), arrive, take, work, leave)
     return out_TH, Kept(tuple(orders), all_rows_RH, all_gate_up_R2F, all_act_RF)
 
 
@@ -203,21 +207,24 @@ def backward(
         arriving = dispatcher.arriving(plan, outgoing)
         return _travelling(plan, dispatcher.dispatch, outgoing, arriving), [arriving]
 
-    def work(i: int, arrived: list[Arriving]) -> _BackwardChunk:
-        order = orders[i]
-        sort, group, num_rows = order.by_expert, order.groups, order.by_expert.num_copies
-        received = list(arrived.pop().rows)
-        grad_gate_up_R2F, rows_RH = _operands(of_gate_up, i)
-        grad_out_RH, act_RF = _operands(of_down, i)
-
+    def take(i: int, arrived: list[Arriving]) -> list[Tensor]:
+        sort, received = orders[i].by_expert, list(arrived.pop().rows)
+        shape = (sort.num_copies, grad_TH.shape[1])
         if kept.rows_RH is None:
-            rows_RH = grad_TH.new_empty(num_rows, grad_TH.shape[1]) if rows_RH is None else rows_RH
+            rows_RH = _operands(of_gate_up, i)[1]
+            rows_RH = grad_TH.new_empty(shape) if rows_RH is None else rows_RH
             gather(received.pop(), sort, rows_RH)
         else:
             rows_RH = kept.rows_RH[places[i]]
-        grad_out_RH = grad_TH.new_empty(num_rows, grad_TH.shape[1]) if grad_out_RH is None else grad_out_RH
+        grad_out_RH = _operands(of_down, i)[0]
+        grad_out_RH = grad_TH.new_empty(shape) if grad_out_RH is None else grad_out_RH
         gather(received.pop(), sort, grad_out_RH)
-        del received
+        return [rows_RH, grad_out_RH]
+
+    def work(i: int, taken: list[Tensor]) -> _BackwardChunk:
+        order, group, num_rows = orders[i], orders[i].groups, orders[i].by_expert.num_copies
+        grad_out_RH, rows_RH = taken.pop(), taken.pop()
+        grad_gate_up_R2F, act_RF = _operands(of_gate_up, i)[0], _operands(of_down, i)[1]
         # what is rebuilt here is read once more at most, so it shares its memory with the gradient that takes its place
         if grad_gate_up_R2F is None:
             grad_gate_up_R2F = grad_TH.new_empty(num_rows, gate_up_e2FH.shape[1])
@@ -258,7 +265,7 @@ def backward(
             gradient.add(i, grad_RM, rows_RN)
             del grad_RM, rows_RN  # before the next gradient is made
 
-    pipeline(Lanes(grad_TH.device), range(len(plans)), arrive, work, leave, finish)
+    pipeline(Lanes(grad_TH.device), range(len(plans)), arrive, take, work, leave, finish)
     return Gradients(
         grad_tokens_TH,
         grad_weights_TK,
