@@ -87,7 +87,7 @@ def test_the_table_is_fitted_to_the_first_file_and_shows_the_others(monkeypatch,
         ({"routing": "zipf"}, ["other"], [], "of balanced routing"),
         ({}, ["result", "other"], [], r"different numbers of ranks, but are of \[2, 2\]"),
         ({}, ["result"], ["--sizes", "2", "3"], r"`--sizes` \[3\] do not share out 128 experts"),
-        ({}, ["result"], ["--dispatcher", "nvlink"], "one that was measured: all_to_all, auto"),
+        ({}, ["result"], ["--dispatcher", "nvlink"], "one that was measured: auto"),
     ],
 )
 def test_what_does_not_fit_is_refused(changed, files, options, said, monkeypatch, capsys, tmp_path):
