@@ -75,11 +75,11 @@ def weight_gradient_of_experts(
             ends_Ce,
             total_eMN,
         ),
-        (scale, num_experts),
+        # the number of chunks is no constant: it changes with what routing sends, and a step would wait for the compiler
+        (scale, num_experts, ends_Ce.shape[0] // num_experts),
         (
             width_m,
             width_n,
-            ends_Ce.shape[0] // num_experts,
             power_of_2(num_experts),
             max(power_of_2(blocks(num_tiles, num_programs)), MIN_ROUNDS),
             num_parts,
@@ -166,7 +166,7 @@ def _parts(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr)
     return parts
 
 
-@triton.jit(do_not_specialize=["num_experts"])
+@triton.jit(do_not_specialize=["num_experts", "num_chunks"])
 def _weight_gradient_kernel(
     out,
     grad,
@@ -175,9 +175,9 @@ def _weight_gradient_kernel(
     total_ptr,
     scale,
     num_experts,
+    num_chunks,
     WIDTH_M: tl.constexpr,
     WIDTH_N: tl.constexpr,
-    CHUNKS: tl.constexpr,
     EXPERTS: tl.constexpr,
     ROUNDS: tl.constexpr,
     PARTS: tl.constexpr,
@@ -197,7 +197,7 @@ def _weight_gradient_kernel(
 
     experts = tl.arange(0, EXPERTS)
     steps = tl.zeros((EXPERTS,), tl.int32)  # of a tile of each expert
-    for chunk in tl.static_range(CHUNKS):
+    for chunk in range(num_chunks):
         groups = chunk * num_experts + experts
         ends = tl.load(ends_ptr + groups, mask=experts < num_experts, other=0)
         starts = tl.load(ends_ptr + groups - 1, mask=(experts < num_experts) & (groups > 0), other=0)
@@ -211,7 +211,7 @@ def _weight_gradient_kernel(
     num_steps = tl.sum(tl.where(turns < num_experts, steps_of_turns, 0)).to(tl.int32)
 
     round = -1
-    chunk = CHUNKS - 1
+    chunk = num_chunks - 1
     expert = 0
     m = 0
     n = 0
@@ -226,7 +226,7 @@ def _weight_gradient_kernel(
         row += BLOCK_R
         if row >= size:
             chunk += 1
-            if chunk == CHUNKS:
+            if chunk == num_chunks:
                 chunk = 0
                 round += 1
                 index = round * num_programs + _turn(round, program, num_programs)
@@ -238,7 +238,7 @@ def _weight_gradient_kernel(
         grad_block = _load_rows(grad, end, size, row, m, BLOCK_R, BLOCK_M)
         rows_block = _load_rows(rows, end, size, row, n, BLOCK_R, BLOCK_N)
         tile = tl.dot(grad_block.T, rows_block, tile)
-        if (row + BLOCK_R >= size) & (chunk == CHUNKS - 1):
+        if (row + BLOCK_R >= size) & (chunk == num_chunks - 1):
             parts = _parts(tile, BLOCK_M, BLOCK_N, PARTS)
             for i in tl.static_range(PARTS):
                 part, column = parts[i], n + i * (BLOCK_N // PARTS)
