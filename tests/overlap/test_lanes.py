@@ -87,6 +87,7 @@ def test_an_arrival_waits_for_the_mark_between_what_was_taken_in_and_the_work_be
             return super().communicate(communication, after)
 
     def arrive(i):
+        events.append(f"room {i}")
         return Communication(events.append, (f"arrive {i}",)), i
 
     def leave(i, _):
@@ -96,7 +97,8 @@ def test_an_arrival_waits_for_the_mark_between_what_was_taken_in_and_the_work_be
         return lambda i, _: events.append(f"{name} {i}")
 
     pipeline(Marked(events), range(2), arrive, step("take"), step("work"), leave)
-    assert events.index("take 0") < marks["arrive 1"] <= events.index("work 0") < events.index("arrive 1")
+    assert events.index("take 0") < events.index("room 1") < marks["arrive 1"]
+    assert marks["arrive 1"] <= events.index("work 0") < events.index("arrive 1")
     assert marks["leave 0"] > events.index("work 0")
 
 

@@ -188,6 +188,7 @@ class _BufferV1:
             configs, size = (self._dispatching, self._combining), self._group.size()
             self._num_bytes = max(config.get_nvl_buffer_size_hint(num_bytes, size) for config in configs)
             self._buffer = self._library.Buffer(self._group, self._num_bytes, 0, explicitly_destroy=True)
+            dist.barrier(self._group)  # each rank has cleared its own by now, and no peer may touch it before
             self._row_bytes = num_bytes
         return self._buffer
 

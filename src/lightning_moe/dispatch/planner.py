@@ -58,12 +58,11 @@ class Planner:
         ids_TK, first = ids_TK.int().contiguous(), tokens_of[0]
         order = None if chunks[0].peers else order_of_own(ids_TK[first], weights_TK[first], experts)
         copies_TJ = _Copies(ids_TK, num_experts, self.size, self.rank, num_travels)
-        ids_of = [ids_TK[tokens] for tokens in tokens_of]
         meanwhile()
         counts_PN = heard.wait()
         plans: list[Plan] = []
         num_written = 0  # so many tokens get the first part of their sum from own rows, the others from the peers' rows
-        for chunk, tokens, ids in zip(chunks, tokens_of, ids_of, strict=True):
+        for chunk, tokens in zip(chunks, tokens_of, strict=True):
             counts_P2P = [_summed(counts_N, chunk.units, self.size) for counts_N in counts_PN]
             slots_P = [slots[self.rank] for _, slots in counts_P2P]
             num_tokens, num_summed, route = tokens.stop - tokens.start, 0, None
@@ -79,7 +78,7 @@ class Planner:
             else:
                 num_written = tokens.stop
             order = order.cut(num_sorted) if order is not None and not plans else None
-            plans.append(Plan(tokens, ids, num_rows, experts, num_sorted, num_summed, order, route))
+            plans.append(Plan(tokens, ids_TK[tokens], num_rows, experts, num_sorted, num_summed, order, route))
         return plans
 
     @staticmethod

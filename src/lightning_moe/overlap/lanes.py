@@ -109,10 +109,11 @@ def pipeline(
         leaving: Ticket | None = None
         for i, chunk in enumerate(chunks):
             arriving.wait()
-            taken = [take(chunk, arrived.pop())]
+            taken = take(chunk, arrived.pop())
             following = arrive(chunks[i + 1]) if i + 1 < len(chunks) else None
             start = lanes.mark()
-            product = work(chunk, taken.pop())
+            product = work(chunk, taken)
+            del taken
             if following is not None:
                 arriving = lanes.communicate(following[0], start)
                 arrived.append(following[1])

@@ -45,7 +45,7 @@ def halves(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def joined(left, right, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Two tiles of the same size side by side, the other way round."""
+    """Two tiles of the same size side by side: the inverse of :func:`halves`."""
     return tl.join(left, right).permute(0, 2, 1).reshape(ROWS, 2 * COLUMNS)
 
 

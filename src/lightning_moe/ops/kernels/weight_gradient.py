@@ -144,6 +144,7 @@ def _load_total(
         ms, ns = m + tl.arange(0, BLOCK_M)[:, None], n + tl.arange(0, WIDTH)[None, :]
         line_ptr = total_ptr + (expert.to(tl.int64) * WIDTH_M + ms) * WIDTH_N
         there = (index < num_tiles) & (ms < WIDTH_M)
+        # in quarters: loaded as one, a tile takes twice the shared memory to get to the threads that sum it
         first = tl.load(line_ptr + ns, mask=there & (ns < WIDTH_N), other=0.0)
         second = tl.load(line_ptr + ns + WIDTH, mask=there & (ns + WIDTH < WIDTH_N), other=0.0)
         third = tl.load(line_ptr + ns + 2 * WIDTH, mask=there & (ns + 2 * WIDTH < WIDTH_N), other=0.0)
@@ -243,6 +244,7 @@ def _weight_gradient_kernel(
             for i in tl.static_range(PARTS):
                 part, column = parts[i], n + i * (BLOCK_N // PARTS)
                 out.store([expert, m, column], (part * scale).to(out.dtype).reshape(1, BLOCK_M, BLOCK_N // PARTS))
+            # the head of the loop finds the next tile anew, since it runs ahead to fetch that one's rows
             index = (round + 1) * num_programs + _turn(round + 1, program, num_programs)
             tile = _load_total(
                 total_ptr, index, num_tiles, by_size, experts, EXPERTS, WIDTH_M, WIDTH_N, BLOCK_M, BLOCK_N, GROUP
