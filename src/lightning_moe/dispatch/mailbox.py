@@ -18,14 +18,14 @@ import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from math import prod
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from lightning_moe.dispatch.presence import Presence
 
 WORDS = 1 << 16  # of a message
 TURN = 1 << 32
@@ -161,39 +161,12 @@ class Letter:
         return self._mailbox.collect(self._turn, self._count)
 
 
-class _Presence:
-    """Shows the other ranks that this process is there, and which of theirs are not.
-
-    Args:
-        file: The same on all ranks, open for as long as this rank is to be seen. No other handle of it may be closed meanwhile.
-        rank: This one.
-
-    """
-
-    def __init__(self, file: BinaryIO, rank: int) -> None:
-        import fcntl
-
-        self._lock = partial(fcntl.lockf, file)  # and so the file stays open
-        self._try, self._open = fcntl.LOCK_EX | fcntl.LOCK_NB, fcntl.LOCK_UN
-        self._lock(self._try, 1, rank)
-
-    def ended(self, ranks: Sequence[int]) -> list[int]:
-        """Those of some other ranks whose processes are no longer there; asked about its own, a process would unlock it."""
-        ended = []
-        for rank in ranks:
-            with suppress(OSError):  # it is locked
-                self._lock(self._try, 1, rank)
-                self._lock(self._open, 1, rank)
-                ended.append(rank)
-        return ended
-
-
-def _open(path: str | None, rank: int) -> tuple[mmap.mmap, _Presence] | None:
+def _open(path: str | None, rank: int) -> tuple[mmap.mmap, Presence] | None:
     if path is None or not Path(path).exists():
         return None
     try:
         file = open(path, "r+b")  # noqa: SIM115 # its locks last as long as it is open
-        return mmap.mmap(file.fileno(), 0), _Presence(file, rank)
+        return mmap.mmap(file.fileno(), 0), Presence(file, rank)
     except (OSError, ValueError):
         return None
 
