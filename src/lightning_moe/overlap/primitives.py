@@ -207,24 +207,23 @@ def backward(
         arriving = dispatcher.arriving(plan, outgoing)
         return _travelling(plan, dispatcher.dispatch, outgoing, arriving), [arriving]
 
-    def take(i: int, arrived: list[Arriving]) -> list[Tensor]:
+    def take(i: int, arrived: list[Arriving]) -> list[_Taken]:
         sort, received = orders[i].by_expert, list(arrived.pop().rows)
         shape = (sort.num_copies, grad_TH.shape[1])
+        grad_gate_up_R2F, rows_RH = _operands(of_gate_up, i)
+        grad_out_RH, act_RF = _operands(of_down, i)
         if kept.rows_RH is None:
-            rows_RH = _operands(of_gate_up, i)[1]
             rows_RH = grad_TH.new_empty(shape) if rows_RH is None else rows_RH
             gather(received.pop(), sort, rows_RH)
         else:
             rows_RH = kept.rows_RH[places[i]]
-        grad_out_RH = _operands(of_down, i)[0]
         grad_out_RH = grad_TH.new_empty(shape) if grad_out_RH is None else grad_out_RH
         gather(received.pop(), sort, grad_out_RH)
-        return [rows_RH, grad_out_RH]
+        return [(rows_RH, grad_out_RH, grad_gate_up_R2F, act_RF)]
 
-    def work(i: int, taken: list[Tensor]) -> _BackwardChunk:
+    def work(i: int, taken: list[_Taken]) -> _BackwardChunk:
         order, group, num_rows = orders[i], orders[i].groups, orders[i].by_expert.num_copies
-        grad_out_RH, rows_RH = taken.pop(), taken.pop()
-        grad_gate_up_R2F, act_RF = _operands(of_gate_up, i)[0], _operands(of_down, i)[1]
+        rows_RH, grad_out_RH, grad_gate_up_R2F, act_RF = taken.pop()
         # what is rebuilt here is read once more at most, so it shares its memory with the gradient that takes its place
         if grad_gate_up_R2F is None:
             grad_gate_up_R2F = grad_TH.new_empty(num_rows, gate_up_e2FH.shape[1])
@@ -272,6 +271,10 @@ def backward(
         None if of_gate_up is None else of_gate_up.result_eMN,
         None if of_down is None else of_down.result_eMN,
     )
+
+
+_Taken = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+"""A chunk's rows and output gradients; where gate and up's gradients and the activation must lie, ``None`` for anywhere."""
 
 
 class _BackwardChunk(NamedTuple):

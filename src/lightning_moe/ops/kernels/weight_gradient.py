@@ -103,8 +103,6 @@ def _load_rows(rows, end, size, row, column, BLOCK_R: tl.constexpr, WIDTH: tl.co
 def _place(
     index,
     by_size,
-    experts,
-    EXPERTS: tl.constexpr,
     WIDTH_M: tl.constexpr,
     WIDTH_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -114,7 +112,8 @@ def _place(
     """The expert, first row and first column of a tile."""
     blocks_m, blocks_n = tl.cdiv(WIDTH_M, BLOCK_M), tl.cdiv(WIDTH_N, BLOCK_N)
     turn, within = index // (blocks_m * blocks_n), index % (blocks_m * blocks_n)
-    expert = (tl.sum(tl.where(experts == turn, by_size, 0)) % EXPERTS).to(tl.int32)
+    turns = tl.arange(0, by_size.shape[0])
+    expert = (tl.sum(tl.where(turns == turn, by_size, 0)) % by_size.shape[0]).to(tl.int32)
     first_m = within // (GROUP * blocks_n) * GROUP
     height = tl.minimum(blocks_m - first_m, GROUP)
     within = within % (GROUP * blocks_n)
@@ -127,8 +126,6 @@ def _load_total(
     index,
     num_tiles,
     by_size,
-    experts,
-    EXPERTS: tl.constexpr,
     WIDTH_M: tl.constexpr,
     WIDTH_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -139,7 +136,7 @@ def _load_total(
     if total_ptr is None:
         tile = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     else:
-        expert, m, n = _place(index, by_size, experts, EXPERTS, WIDTH_M, WIDTH_N, BLOCK_M, BLOCK_N, GROUP)
+        expert, m, n = _place(index, by_size, WIDTH_M, WIDTH_N, BLOCK_M, BLOCK_N, GROUP)
         WIDTH: tl.constexpr = BLOCK_N // 4
         ms, ns = m + tl.arange(0, BLOCK_M)[:, None], n + tl.arange(0, WIDTH)[None, :]
         line_ptr = total_ptr + (expert.to(tl.int64) * WIDTH_M + ms) * WIDTH_N
@@ -220,9 +217,7 @@ def _weight_gradient_kernel(
     size = 0
     row = 0
     num_tiles = num_experts * tiles_of_expert
-    tile = _load_total(
-        total_ptr, program, num_tiles, by_size, experts, EXPERTS, WIDTH_M, WIDTH_N, BLOCK_M, BLOCK_N, GROUP
-    )
+    tile = _load_total(total_ptr, program, num_tiles, by_size, WIDTH_M, WIDTH_N, BLOCK_M, BLOCK_N, GROUP)
     for _ in tl.range(num_steps):
         row += BLOCK_R
         if row >= size:
@@ -231,7 +226,7 @@ def _weight_gradient_kernel(
                 chunk = 0
                 round += 1
                 index = round * num_programs + _turn(round, program, num_programs)
-                expert, m, n = _place(index, by_size, experts, EXPERTS, WIDTH_M, WIDTH_N, BLOCK_M, BLOCK_N, GROUP)
+                expert, m, n = _place(index, by_size, WIDTH_M, WIDTH_N, BLOCK_M, BLOCK_N, GROUP)
             group = chunk * num_experts + expert
             end = tl.load(ends_ptr + group)
             size = end - tl.load(ends_ptr + group - 1, mask=group > 0, other=0)
@@ -246,9 +241,7 @@ def _weight_gradient_kernel(
                 out.store([expert, m, column], (part * scale).to(out.dtype).reshape(1, BLOCK_M, BLOCK_N // PARTS))
             # the head of the loop finds the next tile anew, since it runs ahead to fetch that one's rows
             index = (round + 1) * num_programs + _turn(round + 1, program, num_programs)
-            tile = _load_total(
-                total_ptr, index, num_tiles, by_size, experts, EXPERTS, WIDTH_M, WIDTH_N, BLOCK_M, BLOCK_N, GROUP
-            )
+            tile = _load_total(total_ptr, index, num_tiles, by_size, WIDTH_M, WIDTH_N, BLOCK_M, BLOCK_N, GROUP)
 
 
 @triton.jit
