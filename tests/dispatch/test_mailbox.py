@@ -18,6 +18,7 @@ from helpers.processes import run
 from lightning_moe.dispatch import mailbox
 from lightning_moe.dispatch.mailbox import WORDS, Mailbox
 from lightning_moe.dispatch.transport import CollectiveTransport
+from lightning_moe.ops.routing import chunk_slices, count_needs
 
 SHAPES = [(1,), (2, 3), (4, 2, 5), (4096,), (WORDS,)]
 MOST = 2**31 - 1
@@ -30,8 +31,14 @@ def numbers(rank: int, turn: int) -> torch.Tensor:
     return torch.where(drawn < 0, MOST, drawn)
 
 
+def tell(teller, numbers: torch.Tensor):
+    blank = teller.blank(numbers.shape, numbers.device)
+    blank.words.copy_(numbers.long() + blank.mark)
+    return teller.tell(blank)
+
+
 def all_gather(box: Mailbox, numbers: torch.Tensor) -> list[list[int]]:
-    return box.tell(box.blank(numbers.shape, numbers.device).add_(numbers)).wait()
+    return tell(box, numbers).wait()
 
 
 def gather_many(num_turns: int) -> int:
@@ -49,6 +56,28 @@ def gather_many(num_turns: int) -> int:
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_each_turn_brings_every_ranks_numbers(num_ranks):
     assert run(gather_many, num_ranks, 140) == [140] * num_ranks
+
+
+def count_on_a_gpu(may_write: bool) -> bool:
+    """A kernel's counts of many turns; whether they went through memory of the device."""
+    box, device = Mailbox(dist.group.WORLD, timedelta(seconds=30)), torch.device("cuda", 0)
+    box._registered = None if may_write else False
+    for turn in range(40):
+        ids_TK, expected = torch.randint(6, (50 * turn + 1, 2), generator=torch.Generator().manual_seed(turn)), []
+        for chunk in chunk_slices(len(ids_TK), 3):
+            ranks = ids_TK[chunk] // 2
+            expected += [(ranks == rank).any(1).sum().item() for rank in range(3)]
+            expected += [(ranks == rank).sum().item() for rank in range(3)]
+        blank = box.blank((3, 2, 3), device)
+        count_needs(ids_TK.to(device), 6, *blank)
+        assert box.tell(blank).wait() == [expected], turn
+    return blank.words.is_cuda
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a CUDA device is needed")
+@pytest.mark.parametrize("may_write", [True, False])
+def test_a_gpu_writes_its_counts_itself_or_they_are_copied(may_write):
+    assert run(count_on_a_gpu, 1, may_write, device="cuda") == [not may_write]
 
 
 def two_groups() -> list[list[list[int]]]:
@@ -89,7 +118,7 @@ def end_early(how: str) -> str:
     """Rank 1 ends without a word, after a turn or before the first one; what others told meanwhile is not lost."""
     boxes = [Mailbox(dist.group.WORLD, timedelta(seconds=60)) for _ in range(2)]
     assert all_gather(boxes[0], torch.tensor([7])) == [[7]] * 3
-    letter = boxes[1].tell(boxes[1].blank((1,), torch.device("cpu")) + 5)
+    letter = tell(boxes[1], torch.tensor([5]))
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGTERM)
         time.sleep(60)
@@ -114,7 +143,7 @@ def be_slow(turns: int) -> list[list[list[int]]]:
     box, heard = Mailbox(dist.group.WORLD, timedelta(seconds=60)), []
     shown, box._mine = box._mine, tuple(torch.zeros_like(words) for words in box._mine)
     for turn in range(1, turns + 1):
-        letter = box.tell(box.blank((1,), torch.device("cpu")) + dist.get_rank())
+        letter = tell(box, torch.tensor([dist.get_rank()]))
         late = threading.Timer(0.5 + 0.3 * dist.get_rank(), shown[turn % 2].copy_, [box._mine[turn % 2]])
         late.start()
         heard.append(letter.wait())
@@ -224,9 +253,7 @@ def test_no_file_is_left():
 
 def tell_by_collective() -> list:
     teller = CollectiveTransport(dist.group.WORLD).teller
-    told = teller.blank((1, 2, 3), torch.device("cpu"))
-    told += torch.arange(6, dtype=torch.int32).view(1, 2, 3) + 10 * dist.get_rank()
-    return teller.tell(told).wait()
+    return tell(teller, torch.arange(6, dtype=torch.int32).view(1, 2, 3) + 10 * dist.get_rank()).wait()
 
 
 def test_a_collective_tells_the_same():

@@ -49,4 +49,4 @@ def test_what_stays_is_worked_on_half_before_and_half_after_what_travels(num_ran
 
 
 def test_one_chunk_takes_all():
-    assert schedule(1, 4) == ([Chunk(slice(0, 1), own=True, peers=True)], 1, 1)
+    assert schedule(1, 4) == ((Chunk(slice(0, 1), own=True, peers=True),), 1, 1)

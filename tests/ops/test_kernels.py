@@ -202,10 +202,10 @@ ROUTINGS = [(1, 1, 1), (7, 2, 3), (300, 5, 4), (700, 16, 8)]
 
 def assert_routed(kernels, ids_TK, num_experts: int, num_ranks: int, num_chunks: int) -> None:
     """Counts, and places on each rank, from ids on the device, against the reference on the CPU."""
-    counts_C2P = torch.full((num_chunks, 2, num_ranks), 1 << 40, device=DEVICE)
-    expected_C2P = counts_C2P.cpu()
-    kernels.routing.count_ids(ids_TK, num_experts // num_ranks, counts_C2P)
-    count_needs(ids_TK.cpu(), num_experts, expected_C2P)
+    counts_C2P = torch.full((num_chunks, 2, num_ranks), 77, device=DEVICE)
+    expected_C2P = torch.empty_like(counts_C2P, device="cpu")
+    kernels.routing.count_ids(ids_TK, num_experts // num_ranks, counts_C2P, 5 << 32)
+    count_needs(ids_TK.cpu(), num_experts, expected_C2P, 5 << 32)
     assert torch.equal(counts_C2P.cpu(), expected_C2P)
     for rank in range(num_ranks if num_ranks > 1 else 0):
         copies_TJ = torch.full((len(ids_TK), num_ranks - 1), 77, dtype=torch.int32, device=DEVICE)
@@ -251,7 +251,7 @@ def tensors_of(order: Order):
 
 
 # rows, experts of this rank, ranks, experts a row
-SORTS = [(1, 1, 1, 1), (300, 5, 1, 3), (129, 64, 2, 8), (50, 130, 1, 4), (200, 1, 3, 3), (2, 16, 8, 40)]
+SORTS = [(1, 1, 1, 1), (300, 5, 1, 3), (129, 64, 2, 8), (50, 130, 1, 4), (200, 1, 3, 3), (2, 16, 8, 40), (700, 9, 2, 8)]
 
 
 @pytest.mark.parametrize(("num_rows", "num_local", "num_ranks", "top_k"), SORTS)
@@ -277,6 +277,18 @@ def test_slots_are_sorted_as_by_the_reference(num_rows, num_local, num_ranks, to
             kernels.routing.sort_slots(ids, weights, first_expert, *actual, roomy_R)
             assert torch.equal(roomy_R[: len(weights_R)], weights_R)
             assert (roomy_R[len(weights_R) :] == 77.0).all()
+
+
+def test_a_program_may_count_several_blocks(kernels, monkeypatch):
+    """Since one program adds up what all of them counted, there are no more than it can look at."""
+    monkeypatch.setattr(kernels.routing, "SPANS", 3)
+    for num_rows in (48, 49, 300):
+        ids_NK, weights_NK = random_ids(num_rows, 12, 8, missing=0.1), draw(num_rows, 8)
+        expected = tensors_of(sorted_order(ids_NK, weights_NK, 4, 5))
+        actual = [torch.full_like(tensor, 77, device=DEVICE) for tensor in expected]
+        kernels.routing.sort_slots(ids_NK.to(DEVICE), weights_NK.to(DEVICE), 4, *actual)
+        for one, other in zip(actual, expected, strict=True):
+            assert torch.equal(one.cpu(), other)
 
 
 def test_no_slot_may_be_of_this_rank(kernels):
@@ -655,7 +667,7 @@ def run_collect(kernels, place, size: int, dtype) -> None:
 def run_count(kernels, place, size: int, dtype) -> None:
     ids_TK = random_ids(size, 8, 3).to(torch.int64 if dtype == torch.float32 else torch.int32)
     counts_C2P = place(torch.zeros(2, 2, 4, dtype=torch.int32))
-    kernels.routing.count_ids(place(ids_TK), 2, counts_C2P)
+    kernels.routing.count_ids(place(ids_TK), 2, counts_C2P, 0)
     expected_C2P = torch.zeros(2, 2, 4, dtype=torch.int32)
     count_needs(ids_TK, 8, expected_C2P)
     assert torch.equal(counts_C2P.cpu(), expected_C2P)
@@ -747,9 +759,12 @@ class Counting:
     def __init__(self, compiled) -> None:
         self.compiled, self.launches = compiled, 0
 
-    def __getitem__(self, grid):
+    def __getattr__(self, name: str):
+        return getattr(self.compiled, name)
+
+    def run(self, *args):
         self.launches += 1
-        return self.compiled[grid]
+        self.compiled.run(*args)
 
 
 @on_gpu

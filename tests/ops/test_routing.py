@@ -55,9 +55,10 @@ def test_a_rank_needs_a_token_once_and_its_experts_each_slot(case):
         chunks = chunk_slices(len(rows), num_chunks)
         expected = [[[sum(of_rank[chunk]) for of_rank in counts] for counts in (wanted, slots)] for chunk in chunks]
         for dtype in (torch.int32, torch.int64):
-            counts_C2P = torch.full((num_chunks, 2, num_ranks), 1 << 40)
-            count_needs(ids_tensor(rows, top_k, dtype), num_ranks * num_local, counts_C2P)
-            assert (counts_C2P - (1 << 40)).tolist() == expected
+            for mark in (0, 1 << 40):
+                counts_C2P = torch.full((num_chunks, 2, num_ranks), 77)
+                count_needs(ids_tensor(rows, top_k, dtype), num_ranks * num_local, counts_C2P, mark)
+                assert (counts_C2P - mark).tolist() == expected
 
 
 @on_every_edge

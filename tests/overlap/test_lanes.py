@@ -26,10 +26,9 @@ class NotedLanes:
     def mark(self):
         return len(self.events)
 
-    def communicate(self, communication, after):
+    def communicate(self, communication, after=None):
         (name,) = communication.args
         communication.run(name)
-        self.after = after
         ticket = type("Ticket", (), {})()
         ticket.wait = lambda: self.events.append(f"wait for {name}")
         return ticket
@@ -82,8 +81,8 @@ def test_an_arrival_waits_for_the_mark_between_what_was_taken_in_and_the_work_be
     events, marks = [], {}
 
     class Marked(NotedLanes):
-        def communicate(self, communication, after):
-            marks[communication.args[0]] = after
+        def communicate(self, communication, after=None):
+            marks[communication.args[0]] = self.mark() if after is None else after
             return super().communicate(communication, after)
 
     def arrive(i):

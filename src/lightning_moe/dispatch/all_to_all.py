@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -32,8 +34,7 @@ class AllToAllDispatcher(Planner):
     def arriving(self, plan: Plan, tokens: Sequence[Tensor]) -> Arriving:
         if plan.route is None:
             return Rows(tokens)
-        inbox_NW = empty(plan.num_rows, row_bytes(tokens), tokens[0].device)
-        return _Arriving(columns(inbox_NW, tokens), inbox_NW)
+        return _Arriving(tokens, empty(plan.num_rows, row_bytes(tokens), tokens[0].device))
 
     def dispatch(self, plan: Plan, tokens: Sequence[Tensor], arriving: Arriving) -> None:
         if not isinstance(arriving, _Arriving):
@@ -64,11 +65,17 @@ class AllToAllDispatcher(Planner):
             reduce(copies_SX, copies, tokens_TX, num_summed)
 
 
-class _Arriving(NamedTuple):
-    """The columns of an inbox: uint8 ``[N, W]``."""
+@dataclass(frozen=True)
+class _Arriving:
+    """An inbox, uint8 ``[N, W]``, for rows like some tensors."""
 
-    rows: Sequence[Tensor]
+    like: Sequence[Tensor]
     inbox_NW: Tensor
+
+    @cached_property
+    def rows(self) -> Sequence[Tensor]:
+        """Its columns, found when they are needed: the first matrix product does not wait for that."""
+        return columns(self.inbox_NW, self.like)
 
 
 class _Leaving(NamedTuple):

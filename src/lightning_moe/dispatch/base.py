@@ -30,7 +30,7 @@ class Plan:
 
     Args:
         tokens: The tokens that its rows belong to, a part of the local batch.
-        ids_TK: int32 ``[T, K]``, the global experts of these tokens, ``-1`` for none: they travel with the tokens.
+        ids_TK: Integer ``[T, K]``, the global experts of these tokens, ``-1`` for none: they travel with the tokens.
         num_rows: N.
         experts: The global experts that this rank holds.
         num_sorted: R, the slots of the received rows that name one of them.

@@ -1,7 +1,7 @@
 """Rows of several tensors side by side, so that one transfer moves them all.
 
 A row of the bundle is a row of bytes: a token's hidden state, say, then its routing weights, then its experts' ids. Each begins
-at a multiple of 16 bytes, where wide loads begin.
+at a multiple of 16 bytes, where wide loads begin. Ids are narrow numbers, and travel as int32 where they came as int64.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ def columns(bundle_NW: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
         like: Tensors ``[..., X]``, for their dtypes and widths.
 
     Returns:
-        A view ``[N, X]`` of the bundle for each.
+        A view ``[N, X]`` of the bundle for each; int32 for int64.
 
     """
     starts = accumulate(map(_aligned_bytes, like), initial=0)
     views = []
     for start, tensor in zip(starts, like, strict=False):
-        elements_NW = bundle_NW.view(tensor.dtype)
-        views.append(elements_NW.narrow(1, start // tensor.element_size(), tensor.shape[1]))
+        dtype = _dtype(tensor)
+        views.append(bundle_NW.view(dtype).narrow(1, start // dtype.itemsize, tensor.shape[1]))
     return views
 
 
@@ -45,4 +45,9 @@ def empty(num_rows: int, width: int, device: torch.device) -> Tensor:
 
 
 def _aligned_bytes(tensor: Tensor) -> int:
-    return -(-tensor.shape[1] * tensor.element_size() // ALIGN) * ALIGN
+    return -(-tensor.shape[1] * _dtype(tensor).itemsize // ALIGN) * ALIGN
+
+
+def _dtype(tensor: Tensor) -> torch.dtype:
+    """What a tensor travels as."""
+    return torch.int32 if tensor.dtype == torch.int64 else tensor.dtype

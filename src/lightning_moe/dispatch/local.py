@@ -26,8 +26,8 @@ class LocalDispatcher:
         meanwhile: Callable[[], None] = nothing,
     ) -> list[Plan]:
         check_plan(num_experts, num_chunks, self.size)
-        ids_TK, experts = ids_TK.int().contiguous(), range(num_experts)
-        counts_C21 = torch.zeros(num_chunks, 2, 1, dtype=torch.int64, device=ids_TK.device)
+        experts = range(num_experts)
+        counts_C21 = torch.empty(num_chunks, 2, 1, dtype=torch.int64, device=ids_TK.device)
         count_needs(ids_TK, num_experts, counts_C21)
         counts = HostCopy(counts_C21)
         chunks = chunk_slices(ids_TK.shape[0], num_chunks)
@@ -57,7 +57,7 @@ def order_of_own(ids_TK: Tensor, weights_TK: Tensor, experts: range) -> Order:
     """The order of the tokens themselves by local expert, with more room than it may need: it waits for nothing.
 
     Args:
-        ids_TK: int32 ``[T, K]``, global experts.
+        ids_TK: Integer ``[T, K]``, global experts.
         weights_TK: ``[T, K]``.
         experts: The global experts that this rank holds.
 

@@ -20,6 +20,7 @@ from contextlib import suppress
 from datetime import timedelta
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,20 @@ WORDS = 1 << 16  # of a message
 TURN = 1 << 32
 _SPIN = 1e-3  # seconds; what takes longer is looked for less often
 _LOOK = 0.1  # seconds between looks for ranks that have ended
+_MAPPED = 3  # cudaHostRegisterPortable | cudaHostRegisterMapped: kernels write to it under the host's address
+
+
+class Blank(NamedTuple):
+    """Where numbers are to be written that will be told.
+
+    Args:
+        words: int64, each to be written once, at once, in the order of the current stream.
+        mark: A multiple of 2**32, to be added to each; a number is at least 0 and less than 2**31.
+
+    """
+
+    words: Tensor
+    mark: int
 
 
 class Mailbox:
@@ -52,7 +67,8 @@ class Mailbox:
 
     def __init__(self, group: dist.ProcessGroup, timeout: timedelta) -> None:
         self._rank, self._size, self._timeout, self._turn = group.rank(), group.size(), timeout, 0
-        self._broken = self._registered = False
+        self._broken = False
+        self._registered: bool | None = None
         path: list[str | None] = [_make(8 * 2 * self._size * WORDS) if self._rank == 0 else None]
         dist.broadcast_object_list(path, group=group, group_src=0)
         mine = _open(path[0], self._rank)
@@ -69,38 +85,48 @@ class Mailbox:
         self._all = torch.frombuffer(memory, dtype=torch.int64)
         self._mine = self._all.view(2, self._size, WORDS)[:, self._rank].unbind()
 
-    def blank(self, shape: Sequence[int], device: torch.device) -> Tensor:
-        """Zeros for the next :meth:`tell`, to be added to: int64, and marked with its turn.
+    def blank(self, shape: Sequence[int], device: torch.device) -> Blank:
+        """Where this rank's next numbers are to be written: in the shared memory, if the device can.
 
         Raises:
+            TimeoutError: A rank's numbers did not come in an earlier call.
             ValueError: There are more numbers than a message holds.
 
         """
+        if self._broken:
+            raise TimeoutError("The ranks lost step when one of them did not tell its counts in time: start them anew.")
         if prod(shape) > WORDS:
             raise ValueError(
                 f"{list(shape)} counts are more than the {WORDS} that ranks can tell each other at once: use a smaller"
                 " `num_chunks`."
             )
-        return torch.full(shape, (self._turn + 1) * TURN, dtype=torch.int64, device=device)
+        mark = (self._turn + 1) * TURN
+        if device.type == "cuda" and not self._may_write():
+            return Blank(torch.empty(*shape, dtype=torch.int64, device=device), mark)
+        return Blank(self._next(prod(shape)).view(*shape), mark)
 
-    def tell(self, numbers: Tensor) -> Letter:
+    def tell(self, blank: Blank) -> Letter:
         """Tell all ranks' hosts some numbers, without waiting for anything.
 
         Args:
-            numbers: From :meth:`blank`, of the same shape on every rank; at least 0 and less than 2**31 was added.
-
-        Raises:
-            TimeoutError: A rank's numbers did not come in an earlier call.
+            blank: From :meth:`blank`, of the same shape on every rank.
 
         """
-        if self._broken:
-            raise TimeoutError("The ranks lost step when one of them did not tell its counts in time: start them anew.")
+        words = blank.words
+        if words.is_cuda:
+            self._next(words.numel()).copy_(words.flatten(), non_blocking=True)
         self._turn += 1
-        if numbers.is_cuda and not self._registered:
-            _register(self, self._all)
-            self._registered = True
-        self._mine[self._turn % 2][: numbers.numel()].copy_(numbers.flatten(), non_blocking=True)
-        return Letter(self, self._turn, numbers.numel())
+        return Letter(self, self._turn, words.numel())
+
+    def _next(self, count: int) -> Tensor:
+        """This rank's words of the next turn."""
+        return self._mine[(self._turn + 1) % 2][:count]
+
+    def _may_write(self) -> bool:
+        """Whether devices may write to the memory while the host goes on."""
+        if self._registered is None:
+            self._registered = _register(self, self._all)
+        return self._registered
 
     def collect(self, turn: int, count: int) -> list[list[int]]:
         """Wait for every rank's numbers; see :class:`Letter`."""
@@ -187,11 +213,12 @@ def _make(num_bytes: int) -> str | None:
     return path
 
 
-def _register(owner: Mailbox, words: Tensor) -> None:
-    """Let devices write to the memory while the host goes on; where they may not, a write takes the host's time."""
+def _register(owner: Mailbox, words: Tensor) -> bool:
+    """Let devices write to the memory; where they may not, a copy takes the host's time."""
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    if int(runtime.cudaHostRegister(words.data_ptr(), words.nbytes, 0)) == 0:
+    if int(runtime.cudaHostRegister(words.data_ptr(), words.nbytes, _MAPPED)) == 0:
         weakref.finalize(owner, lambda: runtime.cudaHostUnregister(words.data_ptr()))
-    else:
-        with suppress(RuntimeError):  # CUDA would blame the next kernel for it
-            torch.zeros(1, device="cuda")
+        return True
+    with suppress(RuntimeError):  # CUDA would blame the next kernel for it
+        torch.zeros(1, device="cuda")
+    return False

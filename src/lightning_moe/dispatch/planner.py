@@ -52,10 +52,10 @@ class Planner:
         units = chunk_slices(num_tokens, num_units)
         tokens_of = [slice(units[chunk.units.start].start, units[chunk.units.stop - 1].stop) for chunk in chunks]
         counts_U2P = self._teller.blank((num_units, 2, self.size), ids_TK.device)
-        count_needs(ids_TK, num_experts, counts_U2P)
+        count_needs(ids_TK, num_experts, *counts_U2P)
         heard = self._teller.tell(counts_U2P)
         # the device sorts the first chunk's rows, if it has them, while the host waits
-        ids_TK, first = ids_TK.int().contiguous(), tokens_of[0]
+        first = tokens_of[0]
         order = None if chunks[0].peers else order_of_own(ids_TK[first], weights_TK[first], experts)
         copies_TJ = _Copies(ids_TK, num_experts, self.size, self.rank, num_travels)
         meanwhile()
@@ -63,15 +63,19 @@ class Planner:
         plans: list[Plan] = []
         num_written = 0  # so many tokens get the first part of their sum from own rows, the others from the peers' rows
         for chunk, tokens in zip(chunks, tokens_of, strict=True):
-            counts_P2P = [_summed(counts_N, chunk.units, self.size) for counts_N in counts_PN]
-            slots_P = [slots[self.rank] for _, slots in counts_P2P]
-            num_tokens, num_summed, route = tokens.stop - tokens.start, 0, None
-            num_rows, num_sorted = (num_tokens, slots_P[self.rank]) if chunk.own else (0, 0)
+            num_tokens = tokens.stop - tokens.start
+            num_rows = num_sorted = num_summed = 0
+            route = None
+            if chunk.own:
+                _, slots_P = _summed(counts_PN[self.rank], chunk.units, self.size)
+                num_rows, num_sorted = num_tokens, slots_P[self.rank]
             if chunk.peers:
+                counts_P2P = [_summed(counts_N, chunk.units, self.size) for counts_N in counts_PN]
                 traffic = _peers([tokens_P for tokens_P, _ in counts_P2P])
                 num_received = sum(row[self.rank] for row in traffic)
                 route = Route(copies_TJ, tokens, traffic, num_received, sum(traffic[self.rank]))
-                num_rows, num_sorted = num_rows + num_received, num_sorted + sum(slots_P) - slots_P[self.rank]
+                num_rows += num_received
+                num_sorted += sum(slots[self.rank] for rank, (_, slots) in enumerate(counts_P2P) if rank != self.rank)
                 num_summed = min(max(num_written - tokens.start, 0), num_tokens)
             elif any(plan.route for plan in plans):
                 num_summed = num_tokens

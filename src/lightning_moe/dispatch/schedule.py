@@ -7,6 +7,7 @@ the peers' rows, chunk by chunk.
 
 from __future__ import annotations
 
+from functools import cache
 from math import lcm
 from typing import NamedTuple
 
@@ -36,11 +37,12 @@ class Schedule(NamedTuple):
 
     """
 
-    chunks: list[Chunk]
+    chunks: tuple[Chunk, ...]
     num_units: int
     num_travels: int
 
 
+@cache
 def schedule(num_chunks: int, num_ranks: int) -> Schedule:
     """Cut the rows so that, with balanced routing, no chunk takes more than ``1 / num_chunks`` of them.
 
@@ -51,14 +53,14 @@ def schedule(num_chunks: int, num_ranks: int) -> Schedule:
 
     """
     if num_chunks == 1:
-        return Schedule([Chunk(slice(0, 1), own=True, peers=True)], 1, 1)
+        return Schedule((Chunk(slice(0, 1), own=True, peers=True),), 1, 1)
     num_travels = -(-num_chunks * (num_ranks - 1) // num_ranks)
     num_stays = max(2, -(-num_chunks // num_ranks))
     num_units = lcm(num_stays, num_travels or 1)
     stays = [Chunk(units, own=True, peers=False) for units in _cut(num_units, num_stays)]
     travels = [Chunk(units, own=False, peers=True) for units in _cut(num_units, num_travels)]
     half = num_stays // 2
-    return Schedule([*stays[:half], *travels, *stays[half:]], num_units, num_travels or 1)
+    return Schedule((*stays[:half], *travels, *stays[half:]), num_units, num_travels or 1)
 
 
 def _cut(num_units: int, count: int) -> list[slice]:

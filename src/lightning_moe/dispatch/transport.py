@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_moe.buffers import subscribe
 from lightning_moe.dispatch.base import HostCopy
-from lightning_moe.dispatch.mailbox import Mailbox
+from lightning_moe.dispatch.mailbox import Blank, Mailbox
 
 Traffic = tuple[tuple[int, ...], ...]
 """``[P, P]``: rows from each rank to each other rank of a group; ``traffic[i][j]`` go from i to j, none from i to i."""
@@ -37,11 +37,11 @@ class Told(Protocol):
 class Teller(Protocol):
     """Tells every rank's host some numbers, as many on each rank."""
 
-    def blank(self, shape: Sequence[int], device: torch.device) -> Tensor:
-        """What the numbers are to be added to, as if it were zeros: int64."""
+    def blank(self, shape: Sequence[int], device: torch.device) -> Blank:
+        """Where numbers of a device are to be written."""
 
-    def tell(self, numbers: Tensor) -> Told:
-        """Send a blank that numbers below 2**31 were added to; issues work that it does not wait for."""
+    def tell(self, blank: Blank) -> Told:
+        """Send the numbers that the device writes to a blank; issues work that it does not wait for."""
 
 
 class Transport(Protocol):
@@ -97,12 +97,12 @@ class CollectiveTeller:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
-    def blank(self, shape: Sequence[int], device: torch.device) -> Tensor:
-        return torch.zeros(*shape, dtype=torch.int64, device=device)
+    def blank(self, shape: Sequence[int], device: torch.device) -> Blank:
+        return Blank(torch.empty(*shape, dtype=torch.int64, device=device), 0)
 
-    def tell(self, numbers: Tensor) -> Told:
-        heard = numbers.new_empty(self._group.size(), numbers.numel())
-        dist.all_gather(list(heard.unbind(0)), numbers.flatten(), self._group)
+    def tell(self, blank: Blank) -> Told:
+        heard = blank.words.new_empty(self._group.size(), blank.words.numel())
+        dist.all_gather(list(heard.unbind(0)), blank.words.flatten(), self._group)
         return HostCopy(heard)
 
 

@@ -31,25 +31,27 @@ def chunk_slices(num_tokens: int, num_chunks: int) -> list[slice]:
     return [slice(start, stop) for start, stop in pairwise(bounds)]
 
 
-def count_needs(ids_TK: Tensor, num_experts: int, counts_C2P: Tensor) -> None:
+def count_needs(ids_TK: Tensor, num_experts: int, counts_C2P: Tensor, mark: int = 0) -> None:
     """Count, in each chunk, the tokens that need each of P ranks, and the slots that name an expert of each rank.
 
     Args:
         ids_TK: int32 or int64 ``[T, K]``, the global expert of each slot, ``-1`` for none. Rank r holds experts ``r * e`` to
             ``r * e + e - 1``.
         num_experts: E, over all ranks.
-        counts_C2P: Integer ``[C, 2, P]``, tokens and slots: added to. The chunks are those of :func:`chunk_slices`.
+        counts_C2P: Integer ``[C, 2, P]``, tokens and slots: each is written at once. The chunks are those of
+            :func:`chunk_slices`. It may be memory of the host that the ids' device may write to.
+        mark: A multiple of 2**32, added to each.
 
     """
     num_chunks, _, num_ranks = counts_C2P.shape
     if _serve(ids_TK):
         from lightning_moe.ops.kernels.routing import count_ids
 
-        count_ids(ids_TK, num_experts // num_ranks, counts_C2P)
+        count_ids(ids_TK, num_experts // num_ranks, counts_C2P, mark)
         return
     for counts_2P, tokens in zip(counts_C2P, chunk_slices(ids_TK.shape[0], num_chunks), strict=True):
         slots_tP = _slots_of_ranks(ids_TK[tokens], num_experts // num_ranks, num_ranks)
-        counts_2P += torch.stack([(slots_tP > 0).sum(0), slots_tP.sum(0)])
+        counts_2P.copy_(torch.stack([(slots_tP > 0).sum(0), slots_tP.sum(0)]) + mark)
 
 
 def place_copies(ids_TK: Tensor, num_experts: int, num_ranks: int, rank: int, num_chunks: int) -> Tensor:

@@ -43,7 +43,7 @@ def gather(source_MX: Tensor, rows: RowMap, out_RX: Tensor) -> None:
     Args:
         source_MX: ``[M, X]``, any dtype.
         rows: The map; its adjoint is :func:`reduce`.
-        out_RX: ``[R, X]`` of the same dtype, written.
+        out_RX: ``[R, X]`` of the same dtype, or int32 for int64, written.
 
     """
     if rows.num_copies == 0:

@@ -59,7 +59,10 @@ def chunked_experts(
     """
     tensors = (tokens_TH, weights_TK, gate_up_e2FH, down_eHF)
     if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
-        mode = "full"  # no backward will come: keep nothing
+        _tell_watchers(plans, [])
+        out_TH, _, _ = _forward(*tensors, dispatcher, plans, "full")  # no backward will come: keep nothing
+        _tell_watchers(plans, [])
+        return out_TH
     options = (mode, weight_grad_scale, sums or (None, None))
     result: Tensor = _ChunkedExperts.apply(*tensors, dispatcher, plans, *options)  # type: ignore[no-untyped-call]
     return result
@@ -79,21 +82,15 @@ class _ChunkedExperts(torch.autograd.Function):
         weight_grad_scale: float,
         sums: tuple[GradientSum | None, GradientSum | None],
     ) -> Tensor:
-        matrices = (gate_up_e2FH, down_eHF)
-        local = tuple(local_part(matrix) for matrix in matrices)
-        experts = _converted(local, tokens_TH.dtype)
-        for watcher in watchers:
-            watcher(plans, [])
-        with _without_autocast(tokens_TH.device.type):
-            out_TH, kept = primitives.forward(dispatcher, plans, tokens_TH, weights_TK, experts, mode)
+        _tell_watchers(plans, [])
+        out_TH, kept, local = _forward(tokens_TH, weights_TK, gate_up_e2FH, down_eHF, dispatcher, plans, mode)
         ctx.dispatcher, ctx.plans, ctx.weight_grad_scale, ctx.sums = dispatcher, plans, weight_grad_scale, sums
-        ctx.matrices = matrices
+        ctx.matrices = (gate_up_e2FH, down_eHF)
         ctx.restore, tensors = _flattened(kept)
         tensors = [tokens_TH if kept.rows_RH is None else None, *tensors]
         # of DTensors the parts: others' hooks for saved tensors may not know DTensors
         ctx.save_for_backward(*local, *tensors)
-        for watcher in watchers:
-            watcher(plans, [tensor for tensor in tensors if tensor is not None])
+        _tell_watchers(plans, tensors)
         return out_TH
 
     @staticmethod
@@ -122,6 +119,28 @@ class _ChunkedExperts(torch.autograd.Function):
         return (*grads[:2], *of_matrices, *[None] * 5)
 
 
+def _forward(
+    tokens_TH: Tensor,
+    weights_TK: Tensor,
+    gate_up_e2FH: Tensor,
+    down_eHF: Tensor,
+    dispatcher: Dispatcher,
+    plans: Sequence[Plan],
+    mode: RoutedMode,
+) -> tuple[Tensor, Kept, tuple[Tensor, Tensor]]:
+    """The output, what is kept, and the local parts of the matrices."""
+    local = local_part(gate_up_e2FH), local_part(down_eHF)
+    experts = _converted(local, tokens_TH.dtype)
+    with _without_autocast(tokens_TH.device.type):
+        out_TH, kept = primitives.forward(dispatcher, plans, tokens_TH, weights_TK, experts, mode)
+    return out_TH, kept, local
+
+
+def _tell_watchers(plans: Sequence[Plan], kept: Sequence[Tensor | None]) -> None:
+    for watcher in watchers:
+        watcher(plans, [tensor for tensor in kept if tensor is not None])
+
+
 def _target(node: Any, dtype: torch.dtype, scale: float, held: GradientSum | None) -> GradientTarget | None:
     """What becomes of a matrix's gradient in the backward that is running.
 
@@ -143,7 +162,7 @@ def _target(node: Any, dtype: torch.dtype, scale: float, held: GradientSum | Non
 
 def _converted(matrices: Sequence[Tensor], dtype: torch.dtype) -> Weights:
     """Both in the dtype to compute in."""
-    return Weights(*(matrix.to(dtype) for matrix in matrices))
+    return Weights(*(matrix if matrix.dtype == dtype else matrix.to(dtype) for matrix in matrices))
 
 
 def _without_autocast(device_type: str) -> AbstractContextManager[Any]:

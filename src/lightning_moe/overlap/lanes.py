@@ -57,18 +57,17 @@ class Lanes:
         """Now, on the compute lane."""
         return None if self._compute is None else self._compute.record_event()
 
-    def communicate(self, communication: Communication | None, after: torch.cuda.Event | None) -> Ticket:
-        """Run on the communication lane what may start once the compute lane has reached a mark; ``None`` is nothing.
+    def communicate(self, communication: Communication | None, after: torch.cuda.Event | None = None) -> Ticket:
+        """Run on the communication lane what may start once the compute lane has reached a mark, by default now.
 
-        What it touches was allocated before the mark was taken.
+        What it touches was allocated before the mark was taken; ``None`` is nothing.
         """
         if communication is None:
             return Ticket(None, None)
         if self._communication is None or self._compute is None:
             communication.run(*communication.args)
             return Ticket(None, None)
-        assert after is not None
-        self._communication.wait_event(after)
+        self._communication.wait_event(after or self._compute.record_event())
         torch.cuda.set_stream(self._communication)  # a third of what the context manager takes
         try:
             communication.run(*communication.args)
@@ -104,7 +103,7 @@ def pipeline(
     """
     try:
         arrival, rows = arrive(chunks[0])
-        arriving, arrived = lanes.communicate(arrival, lanes.mark()), [rows]
+        arriving, arrived = lanes.communicate(arrival), [rows]
         del arrival, rows
         leaving: Ticket | None = None
         for i, chunk in enumerate(chunks):
@@ -120,7 +119,7 @@ def pipeline(
                 del following
             if leaving is not None:
                 leaving.wait()
-            leaving = lanes.communicate(leave(chunk, product), lanes.mark())
+            leaving = lanes.communicate(leave(chunk, product))
             if finish is not None:
                 finish(chunk, product)
             del product

@@ -142,8 +142,8 @@ def forward(
         act_RF = tokens_TH.new_empty(num_rows, width) if all_act_RF is None else all_act_RF[place]
         gate_up_R2F = None if all_gate_up_R2F is None else all_gate_up_R2F[place]
         grouped_mm_swiglu(rows_RH, experts.gate_up_e2FH, order.weights_R, order.groups, act_RF, gate_up_R2F)
-        out_RH = torch.empty_like(rows_RH)
-        del rows_RH
+        del rows_RH  # unless it is kept, the output takes its memory
+        out_RH = tokens_TH.new_empty(num_rows, hidden)
         grouped_mm(act_RF, experts.down_eHF.mT, order.groups, out_RH)
         return [out_RH]
 

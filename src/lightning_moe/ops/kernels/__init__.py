@@ -11,11 +11,11 @@ import importlib.util
 import torch
 from torch import Tensor
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int32)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int32, torch.int64)
 
 
 def serve(*rows: Tensor) -> bool:
-    """Whether the kernels take rows like these: on a GPU, no wider than float32, elements of a row side by side."""
+    """Whether the kernels take rows like these: on a GPU, integers or floats up to float32, elements of a row side by side."""
     return all(x.is_cuda and x.dtype in DTYPES and x.stride(-1) == 1 for x in rows) and have_triton()
 
 

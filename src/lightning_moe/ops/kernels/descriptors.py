@@ -15,7 +15,7 @@ MANY = tl.constexpr(1 << 30)  # more rows than any tensor has
 
 def tiles(tensor: Tensor, block: list[int]) -> TensorDescriptor:
     """A contiguous tensor in blocks of this size."""
-    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block)
+    return _descriptor(tensor, list(tensor.shape), list(tensor.stride()), block)
 
 
 def tiles_of_experts(rows_RX: Tensor, block: list[int]) -> TensorDescriptor:
@@ -34,7 +34,14 @@ def tiles_of_experts(rows_RX: Tensor, block: list[int]) -> TensorDescriptor:
     stride = rows_RX.stride(0)
     wrap = (1 << 64) // MANY.value  # MANY * wrap elements are no distance at all
     shape = [MANY.value + 1, MANY.value, MANY.value, *rows_RX.shape[1:]]
-    return TensorDescriptor(rows_RX, shape, [wrap - stride, stride, stride, *rows_RX.stride()[1:]], [1, 1, *block])
+    return _descriptor(rows_RX, shape, [wrap - stride, stride, stride, *rows_RX.stride()[1:]], [1, 1, *block])
+
+
+def _descriptor(base: Tensor, shape: list[int], strides: list[int], block: list[int]) -> TensorDescriptor:
+    """A descriptor whose maker has checked what its own constructor would check at every launch."""
+    descriptor: TensorDescriptor = object.__new__(TensorDescriptor)
+    vars(descriptor).update(base=base, shape=shape, strides=strides, block_shape=block)
+    return descriptor
 
 
 @triton.jit

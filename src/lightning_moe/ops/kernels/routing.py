@@ -1,7 +1,8 @@
-"""Finding the places of rows: count each block's keys, scan the counts, put every key where it belongs.
+"""Finding the places of rows: count each block's keys, add up what is before it, put every key where it belongs.
 
-Counting sorts, stable and deterministic: within a key, the order is kept. The counts of all blocks lie key by key, so their
-running sum is at once the end of each key and the start of each block within it.
+Counting sorts, stable and deterministic: within a key, the order is kept. They are on the way to a layer's first matrix
+product, where the device waits for launches and not for memory. So there are few of them: the last program of a kernel to end
+does what would take another kernel.
 
 Legend: T tokens, K experts a token, C chunks, P ranks, J of them peers, E experts, e of them here, N received rows, R rows
 sorted by expert.
@@ -9,30 +10,43 @@ sorted by expert.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_moe.ops.kernels.launch import blocks, launch, power_of_2
+from lightning_moe.ops.kernels.launch import blocks, current_stream, launch, power_of_2
 
 TOKENS = 128  # of a program
 SLOTS = 128  # of a program; it compares each of them with each other
+SPANS = 128  # of blocks of slots, at most: one program adds up the counts of all of them
+CELLS = 4096  # counts that it holds at a time
 
 
-def count_ids(ids_TK: Tensor, num_local: int, counts_C2P: Tensor) -> None:
+def count_ids(ids_TK: Tensor, num_local: int, counts_C2P: Tensor, mark: int) -> None:
     """See :func:`lightning_moe.ops.routing.count_needs`.
 
     Args:
         ids_TK: int32 or int64 ``[T, K]``, not empty.
         num_local: e, the experts on each rank.
-        counts_C2P: int32 or int64 ``[C, 2, P]``, contiguous, added to.
+        counts_C2P: int32 or int64 ``[C, 2, P]``, contiguous, written; on the device, or where it may write on the host.
+        mark: A multiple of 2**32.
 
     """
     (num_tokens, top_k), (num_chunks, _, num_ranks) = ids_TK.shape, counts_C2P.shape
-    grid = (blocks(blocks(num_tokens, num_chunks), TOKENS), num_chunks)
-    constants = (num_chunks, top_k, num_ranks, power_of_2(num_ranks + 1), TOKENS)
-    launch(_count_ids, grid, (ids_TK.contiguous(), counts_C2P), (num_tokens, num_local), constants)
+    num_blocks = blocks(blocks(num_tokens, num_chunks), TOKENS)
+    sums = _meeting_place(ids_TK.device, current_stream(ids_TK.device), num_chunks * (2 * num_ranks + 1))
+    constants = (num_chunks, top_k, num_ranks, power_of_2(num_ranks), TOKENS)
+    numbers = (num_tokens, num_local, mark >> 32)
+    launch(_count_ids, (num_blocks, num_chunks), (ids_TK.contiguous(), sums, counts_C2P), numbers, constants)
+
+
+@functools.cache
+def _meeting_place(device: torch.device, stream: int, count: int) -> Tensor:
+    """int32 zeros in which the programs of a kernel meet; the last one leaves zeros for the next kernel of this stream."""
+    return torch.zeros(count, dtype=torch.int32, device=device)
 
 
 def place_copies_of_ids(ids_TK: Tensor, num_local: int, rank: int, num_chunks: int, copies_TJ: Tensor) -> None:
@@ -72,15 +86,18 @@ def sort_slots(
 
     """
     num_slots, num_local = copies_NK.numel(), ends_e.shape[0]
-    num_blocks = blocks(num_slots, SLOTS)
-    counts_eB = torch.empty(num_local, num_blocks, dtype=torch.int32, device=ids_NK.device)
-    numbers = (num_slots, num_blocks, first_expert, num_local)
+    num_blocks, bins = blocks(num_slots, SLOTS), power_of_2(num_local + 1)
+    span = blocks(num_blocks, SPANS)
+    num_spans = blocks(num_blocks, span)
+    before_Be = torch.empty(num_blocks, num_local, dtype=torch.int32, device=ids_NK.device)
+    starts_Se = torch.empty(num_spans, num_local, dtype=torch.int32, device=ids_NK.device)
+    meeting_place = _meeting_place(ids_NK.device, current_stream(ids_NK.device), 1)
+    numbers = (num_slots, span, first_expert, num_local)
     constants = (copies_NK.shape[1], ids_NK.stride(0), SLOTS)
-    bins = power_of_2(num_local + 1)
-    launch(_count_slots, (num_blocks,), (ids_NK, counts_eB), numbers, (bins, *constants))
-    ends_eB = counts_eB.view(-1).cumsum(0, dtype=torch.int32)
-    memory = (ids_NK, weights_NK, counts_eB, ends_eB, copies_NK, ends_e, weights_R)
-    launch(_place_slots, (num_blocks,), memory, numbers, (bins, weights_NK.stride(0), *constants))
+    counted = (ids_NK, meeting_place, before_Be, starts_Se, ends_e)
+    launch(_count_slots, (num_spans,), counted, numbers, (bins, max(CELLS // bins, 1), *constants))
+    placed = (ids_NK, weights_NK, before_Be, starts_Se, copies_NK, weights_R)
+    launch(_place_slots, (num_blocks,), placed, numbers, (weights_NK.stride(0), *constants))
 
 
 @triton.jit
@@ -94,7 +111,7 @@ def _slots_of_ranks(ids_ptr, tokens, stop, num_local, ranks, TOP_K: tl.constexpr
     """How many slots of each token of a block name an expert of each of some ranks, ``[BLOCK, RANKS]``."""
     slots = tl.zeros_like(tokens)[:, None] + tl.zeros_like(ranks)[None, :]
     for k in tl.static_range(TOP_K):
-        ids = tl.load(ids_ptr + tokens.to(tl.int64) * TOP_K + k, mask=tokens < stop, other=-1)
+        ids = tl.load(ids_ptr + tokens.to(tl.int64) * TOP_K + k, mask=tokens < stop, other=-1).to(tl.int32)
         slots += ((ids >= 0)[:, None] & ((ids // num_local)[:, None] == ranks[None, :])).to(tl.int32)
     return slots
 
@@ -107,24 +124,36 @@ def _tokens_of_block(num_tokens, CHUNKS: tl.constexpr, BLOCK: tl.constexpr):
     return start + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), _chunk_start(chunk + 1, num_tokens, CHUNKS)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_local"])
+@triton.jit(do_not_specialize=["num_tokens", "num_local", "mark"])
 def _count_ids(
     ids_ptr,
+    sums_ptr,
     counts_ptr,
     num_tokens,
     num_local,
+    mark,
     CHUNKS: tl.constexpr,
     TOP_K: tl.constexpr,
     NUM_RANKS: tl.constexpr,
     RANKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """The programs of a chunk add up what they counted; the last one to do so writes the sums, so each is written once."""
     tokens, stop = _tokens_of_block(num_tokens, CHUNKS, BLOCK)
     ranks = tl.arange(0, RANKS)
+    there = ranks < NUM_RANKS
     slots = _slots_of_ranks(ids_ptr, tokens, stop, num_local, ranks, TOP_K)
-    line_ptr = counts_ptr + tl.program_id(1) * (2 * NUM_RANKS)
-    tl.atomic_add(line_ptr + ranks, tl.sum((slots > 0).to(tl.int32), 0), mask=ranks < NUM_RANKS)
-    tl.atomic_add(line_ptr + NUM_RANKS + ranks, tl.sum(slots, 0), mask=ranks < NUM_RANKS)
+    needs_ptr = sums_ptr + tl.program_id(1) * (2 * NUM_RANKS + 1) + 1 + ranks
+    tl.atomic_add(needs_ptr, tl.sum((slots > 0).to(tl.int32), 0), mask=there, sem="relaxed")
+    tl.atomic_add(needs_ptr + NUM_RANKS, tl.sum(slots, 0), mask=there, sem="relaxed")
+    tl.debug_barrier()  # all threads have added before one of them says so
+    done_ptr = sums_ptr + tl.program_id(1) * (2 * NUM_RANKS + 1)
+    if tl.atomic_add(done_ptr, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+        high = mark.to(tl.int64) << 32
+        line_ptr = counts_ptr + tl.program_id(1) * (2 * NUM_RANKS) + ranks
+        tl.store(line_ptr, high + tl.atomic_xchg(needs_ptr, 0, mask=there), mask=there)
+        tl.store(line_ptr + NUM_RANKS, high + tl.atomic_xchg(needs_ptr + NUM_RANKS, 0, mask=there), mask=there)
+        tl.atomic_xchg(done_ptr, 0)
 
 
 @triton.jit
@@ -187,64 +216,95 @@ def _place_copies(
 
 @triton.jit
 def _load_experts(
-    ids_ptr, num_slots, first_expert, num_local, TOP_K: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr
+    ids_ptr, block, num_slots, first_expert, num_local, TOP_K: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The slots of this program and their local experts; ``num_local`` for slots of other ranks' and for none."""
-    slots = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    """The slots of a block and their local experts; ``num_local`` for slots of other ranks' and for none."""
+    slots = block * BLOCK + tl.arange(0, BLOCK)
     ids = tl.load(ids_ptr + (slots // TOP_K).to(tl.int64) * STRIDE + slots % TOP_K, mask=slots < num_slots, other=-1)
     experts = (ids - first_expert).to(tl.int32)
     return slots, tl.where((ids < 0) | (experts < 0) | (experts >= num_local), num_local, experts)
 
 
-@triton.jit(do_not_specialize=["num_slots", "num_blocks", "first_expert", "num_local"])
+@triton.jit(do_not_specialize=["num_slots", "span", "first_expert", "num_local"])
 def _count_slots(
     ids_ptr,
-    counts_ptr,
+    done_ptr,
+    before_ptr,
+    starts_ptr,
+    expert_ends_ptr,
     num_slots,
-    num_blocks,
+    span,
     first_expert,
     num_local,
     BINS: tl.constexpr,
+    SPANS: tl.constexpr,
     TOP_K: tl.constexpr,
     STRIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    _, experts = _load_experts(ids_ptr, num_slots, first_expert, num_local, TOP_K, STRIDE, BLOCK)
-    bins = tl.arange(0, BINS)
-    counts = tl.histogram(experts, BINS)
-    tl.store(counts_ptr + bins * num_blocks + tl.program_id(0), counts, mask=bins < num_local)
+    """Each program counts a span of blocks, and keeps what of each expert is before each block.
+
+    The last program to do so turns the counts of all spans into where each expert's rows of each span start.
+    """
+    bins, num_spans = tl.arange(0, BINS), tl.num_programs(0)
+    there = bins < num_local
+    counts = tl.zeros((BINS,), tl.int32)
+    first_block = tl.program_id(0) * span
+    for block in range(first_block, tl.minimum(first_block + span, tl.cdiv(num_slots, BLOCK))):
+        tl.store(before_ptr + block * num_local + bins, counts, mask=there)
+        _, experts = _load_experts(ids_ptr, block, num_slots, first_expert, num_local, TOP_K, STRIDE, BLOCK)
+        counts += tl.histogram(experts, BINS)
+    tl.store(starts_ptr + tl.program_id(0) * num_local + bins, counts, mask=there)
+    tl.debug_barrier()  # all threads have written before one of them says so
+    if tl.atomic_add(done_ptr, 1, sem="acq_rel") == num_spans - 1:
+        tl.atomic_xchg(done_ptr, 0)
+        totals = tl.zeros((BINS,), tl.int32)
+        for first in range(0, num_spans, SPANS):
+            _, some, _ = _counts_of_spans(starts_ptr, first, num_spans, num_local, bins, SPANS)
+            totals += tl.sum(some, 0)
+        ends = tl.cumsum(totals, 0)
+        tl.store(expert_ends_ptr + bins, ends, mask=there)
+        starts = ends - totals
+        for first in range(0, num_spans, SPANS):
+            cells_ptr, some, inside = _counts_of_spans(starts_ptr, first, num_spans, num_local, bins, SPANS)
+            tl.store(cells_ptr, starts[None, :] + tl.cumsum(some, 0) - some, mask=inside)
+            starts += tl.sum(some, 0)
 
 
-@triton.jit(do_not_specialize=["num_slots", "num_blocks", "first_expert", "num_local"])
+@triton.jit
+def _counts_of_spans(counts_ptr, first, num_spans, num_local, bins, SPANS: tl.constexpr):
+    """Where those of some spans are, what they are, and which there are, all ``[SPANS, BINS]``."""
+    spans = first + tl.arange(0, SPANS)[:, None]
+    cells_ptr = counts_ptr + spans * num_local + bins[None, :]
+    inside = (spans < num_spans) & (bins < num_local)[None, :]
+    # other programs wrote them: not from this multiprocessor's own cache
+    return cells_ptr, tl.load(cells_ptr, mask=inside, other=0, cache_modifier=".cg"), inside
+
+
+@triton.jit(do_not_specialize=["num_slots", "span", "first_expert", "num_local"])
 def _place_slots(
     ids_ptr,
     weights_ptr,
-    counts_ptr,
-    ends_ptr,
+    before_ptr,
+    starts_ptr,
     copies_ptr,
-    expert_ends_ptr,
     sorted_weights_ptr,
     num_slots,
-    num_blocks,
+    span,
     first_expert,
     num_local,
-    BINS: tl.constexpr,
     WEIGHTS_STRIDE: tl.constexpr,
     TOP_K: tl.constexpr,
     STRIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    slots, experts = _load_experts(ids_ptr, num_slots, first_expert, num_local, TOP_K, STRIDE, BLOCK)
-    index = tl.arange(0, BLOCK)
-    earlier = (index[None, :] < index[:, None]) & (experts[None, :] == experts[:, None])
+    block, index = tl.program_id(0), tl.arange(0, BLOCK)
+    slots, experts = _load_experts(ids_ptr, block, num_slots, first_expert, num_local, TOP_K, STRIDE, BLOCK)
     here = experts < num_local
-    cell = experts * num_blocks + tl.program_id(0)
-    start = tl.load(ends_ptr + cell, mask=here, other=0) - tl.load(counts_ptr + cell, mask=here, other=0)
-    place = start + tl.sum(earlier.to(tl.int32), axis=1)
+    start = tl.load(starts_ptr + block // span * num_local + experts, mask=here, other=0)
+    start += tl.load(before_ptr + block * num_local + experts, mask=here, other=0)
+    earlier = (index[None, :] < index[:, None]) & (experts[None, :] == experts[:, None])
+    place = start + tl.sum(earlier.to(tl.int32), 1)
     tl.store(copies_ptr + slots, tl.where(here, place, -1), mask=slots < num_slots)
     weight_ptr = weights_ptr + (slots // TOP_K).to(tl.int64) * WEIGHTS_STRIDE + slots % TOP_K
     tl.store(sorted_weights_ptr + place, tl.load(weight_ptr, mask=here), mask=here)
-    if tl.program_id(0) == 0:
-        bins = tl.arange(0, BINS)
-        ends = tl.load(ends_ptr + (bins + 1) * num_blocks - 1, mask=bins < num_local)
-        tl.store(expert_ends_ptr + bins, ends, mask=bins < num_local)

@@ -22,7 +22,7 @@ def gather_rows(source_MX: Tensor, copies_MJ: Tensor, out_RX: Tensor) -> None:
     Args:
         source_MX: ``[M, X]``, elements of a row side by side, M and X at least 1.
         copies_MJ: int32 ``[M, J]``, contiguous, the places of each row, ``-1`` for none; together they name every place.
-        out_RX: ``[R, X]``, written, likewise.
+        out_RX: ``[R, X]``, written, likewise; the values are cast to its dtype.
 
     """
     (num_rows, width), copies = source_MX.shape, copies_MJ.shape[1]
