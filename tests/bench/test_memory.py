@@ -23,7 +23,7 @@ def test_it_measures_every_policy_beside_the_formula(tmp_path):
     kept = {policy: row["kept_bytes"] for policy, row in rows.items()}
     assert kept["full"] < kept["selective"] < kept["norm,shared_experts"] < kept["routed=dispatch"] < kept["none"]
     width, hidden, top_k, shared, experts = 48, 64, 2, 48, 8
-    routing = 4 * experts + 24 * top_k + 4
+    routing = 4 * experts + 20 * top_k + 4
     # input, half-way sum, norms, attention, shared experts, routed experts; float32
     assert rows["none"]["formula_bytes"] == routing + 4 * (
         2 * hidden + 2 * hidden + 5 * hidden // 2 + 4 * shared + top_k * (hidden + 3 * width)

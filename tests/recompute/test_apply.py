@@ -297,7 +297,7 @@ def test_a_hugging_face_layer_keeps_what_the_formula_says(policy):
         expected += 2 * (queries + keys) + heads + kv_heads + queries + 2 * keys + queries + heads
     expected += ROUTED[policy.routed](hidden, width, top_k)
     expected += (
-        experts + 6 * top_k
+        experts + 5 * top_k
     )  # the router's probabilities, choice (int64) and weights; the rows' order and weights
     actual = per_token(lambda layers: qwen3_moe(torch.float32, num_hidden_layers=layers, **options), policy, 4)
     assert actual == pytest.approx(expected, rel=0.05)
@@ -317,7 +317,7 @@ def test_a_layer_with_shared_experts_keeps_what_the_formula_says(policy):
     if not policy.shared_experts:
         expected += 4 * width + hidden + 1  # gate, up, silu(gate), their product; the gated output and its gate
     expected += ROUTED[policy.routed](hidden, width, top_k)
-    expected += experts + 7 * top_k
+    expected += experts + 6 * top_k
     actual = per_token(lambda layers: Decoder(layers, **sizes), policy, 4)
     assert actual == pytest.approx(expected, rel=0.05)
 

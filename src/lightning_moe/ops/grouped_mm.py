@@ -51,9 +51,7 @@ def grouped_mm(rows_RN: Tensor, weight_eNM: Tensor, groups: Groups, out_RM: Tens
     if rows_RN.shape[0] == 0:
         return
     if _serve(rows_RN, weight_eNM):
-        from lightning_moe.ops.kernels.grouped_mm import grouped_mm_of_experts
-
-        grouped_mm_of_experts(rows_RN, weight_eNM, groups.ends_e, out_RM)
+        kernels.grouped_mm.grouped_mm_of_experts(rows_RN, weight_eNM, groups.ends_e, out_RM)
     elif _native(rows_RN, weight_eNM):
         out_RM.copy_(F.grouped_mm(rows_RN, weight_eNM, offs=groups.ends_e))
     else:
@@ -83,9 +81,9 @@ def grouped_mm_swiglu(
     if rows_RH.shape[0] == 0:
         return
     if _serve(rows_RH, gate_up_e2FH) and gate_up_e2FH.is_contiguous():
-        from lightning_moe.ops.kernels.grouped_mm import gate_up_swiglu_of_experts
-
-        gate_up_swiglu_of_experts(rows_RH, gate_up_e2FH, weights_R, groups.ends_e, act_RF, gate_up_R2F)
+        kernels.grouped_mm.gate_up_swiglu_of_experts(
+            rows_RH, gate_up_e2FH, weights_R, groups.ends_e, act_RF, gate_up_R2F
+        )
         return
     if gate_up_R2F is None:
         gate_up_R2F = rows_RH.new_empty(rows_RH.shape[0], gate_up_e2FH.shape[1])
@@ -123,12 +121,10 @@ def weight_gradient(
         else:
             out_eMN.copy_(total_eMN * scale)
         return
-    if kernels.serve(rows_RN):
-        from lightning_moe.ops.kernels.weight_gradient import serves, weight_gradient_of_experts
-
-        if serves(out_eMN, grad_RM, rows_RN, total_eMN):
-            weight_gradient_of_experts(out_eMN, grad_RM, rows_RN, groups.ends_e, total_eMN, scale)
-            return
+    operands = (out_eMN, grad_RM, rows_RN)
+    if kernels.serve(rows_RN) and kernels.weight_gradient.serves(*operands, total_eMN):
+        kernels.weight_gradient.weight_gradient_of_experts(*operands, groups.ends_e, total_eMN, scale)
+        return
     num_experts, slices = out_eMN.shape[0], groups.slices
     for expert in range(num_experts):
         sum_MN = None if total_eMN is None else total_eMN[expert]
@@ -148,11 +144,7 @@ def _product(grad_MR: Tensor, rows_RN: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _serve(rows_RN: Tensor, weight_eNM: Tensor) -> bool:
     """Whether our own kernels take these operands."""
-    if not kernels.serve(rows_RN):
-        return False
-    from lightning_moe.ops.kernels.grouped_mm import serves
-
-    return serves(rows_RN, weight_eNM)
+    return kernels.serve(rows_RN) and kernels.grouped_mm.serves(rows_RN, weight_eNM)
 
 
 def _native(rows_RN: Tensor, weight_eNM: Tensor) -> bool:

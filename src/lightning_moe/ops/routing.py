@@ -45,9 +45,7 @@ def count_needs(ids_TK: Tensor, num_experts: int, counts_C2P: Tensor, mark: int 
     """
     num_chunks, _, num_ranks = counts_C2P.shape
     if _serve(ids_TK):
-        from lightning_moe.ops.kernels.routing import count_ids
-
-        count_ids(ids_TK, num_experts // num_ranks, counts_C2P, mark)
+        kernels.routing.count_ids(ids_TK, num_experts // num_ranks, counts_C2P, mark)
         return
     for counts_2P, tokens in zip(counts_C2P, chunk_slices(ids_TK.shape[0], num_chunks), strict=True):
         slots_tP = _slots_of_ranks(ids_TK[tokens], num_experts // num_ranks, num_ranks)
@@ -72,9 +70,7 @@ def place_copies(ids_TK: Tensor, num_experts: int, num_ranks: int, rank: int, nu
     """
     copies_TJ = torch.empty(ids_TK.shape[0], num_ranks - 1, dtype=torch.int32, device=ids_TK.device)
     if copies_TJ.numel() and _serve(ids_TK):
-        from lightning_moe.ops.kernels.routing import place_copies_of_ids
-
-        place_copies_of_ids(ids_TK, num_experts // num_ranks, rank, num_chunks, copies_TJ)
+        kernels.routing.place_copies_of_ids(ids_TK, num_experts // num_ranks, rank, num_chunks, copies_TJ)
         return copies_TJ
     peers = [peer for peer in range(num_ranks) if peer != rank]
     for tokens in chunk_slices(ids_TK.shape[0], num_chunks):
@@ -144,9 +140,7 @@ def sort_by_expert(ids_NK: Tensor, weights_NK: Tensor, first_expert: int, order:
     """
     copies_NK, ends_e, weights_R = order.by_expert.copies_MJ, order.groups.ends_e, order.weights_R
     if ids_NK.numel() and kernels.serve(weights_NK) and ids_NK.stride(1) == 1:
-        from lightning_moe.ops.kernels.routing import sort_slots
-
-        sort_slots(ids_NK, weights_NK, first_expert, copies_NK, ends_e, weights_R)
+        kernels.routing.sort_slots(ids_NK, weights_NK, first_expert, copies_NK, ends_e, weights_R)
         return
     num_local = ends_e.shape[0]
     experts = ids_NK.flatten() - first_expert

@@ -49,9 +49,7 @@ def gather(source_MX: Tensor, rows: RowMap, out_RX: Tensor) -> None:
     if rows.num_copies == 0:
         return
     if kernels.serve(source_MX, out_RX):
-        from lightning_moe.ops.kernels.rows import gather_rows
-
-        gather_rows(source_MX, rows.copies_MJ, out_RX)
+        kernels.rows.gather_rows(source_MX, rows.copies_MJ, out_RX)
         return
     out_RX.copy_(source_MX.index_select(0, _sources(rows)))
 
@@ -73,9 +71,7 @@ def reduce(copies_RX: Tensor, rows: RowMap, out_MX: Tensor, num_summed: int = 0)
         out_MX[num_summed:].zero_()
         return
     if kernels.serve(copies_RX, out_MX):
-        from lightning_moe.ops.kernels.rows import reduce_rows
-
-        reduce_rows(copies_RX, rows.copies_MJ, out_MX, num_summed)
+        kernels.rows.reduce_rows(copies_RX, rows.copies_MJ, out_MX, num_summed)
         return
     total_MX = torch.zeros(out_MX.shape, dtype=accumulation_dtype(copies_RX.dtype), device=copies_RX.device)
     total_MX[:num_summed] = out_MX[:num_summed]
@@ -97,9 +93,7 @@ def collect(values_R: Tensor, rows: RowMap, out_MJ: Tensor, num_summed: int = 0)
 
     """
     if rows.num_copies and kernels.serve(values_R, out_MJ):
-        from lightning_moe.ops.kernels.rows import collect_values
-
-        collect_values(values_R, rows.copies_MJ, out_MJ, num_summed)
+        kernels.rows.collect_values(values_R, rows.copies_MJ, out_MJ, num_summed)
         return
     padded = torch.cat([values_R, values_R.new_zeros(1)])  # so that index -1 exists, and is zero
     values_MJ = padded[rows.copies_MJ.long()]

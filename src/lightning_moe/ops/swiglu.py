@@ -26,9 +26,7 @@ def swiglu(gate_up_R2F: Tensor, weights_R: Tensor, act_RF: Tensor) -> None:
 
     """
     if gate_up_R2F.shape[0] and kernels.serve(gate_up_R2F) and weights_R.dtype == torch.float32:
-        from lightning_moe.ops.kernels.swiglu import swiglu_rows
-
-        swiglu_rows(gate_up_R2F.contiguous(), weights_R.contiguous(), act_RF)
+        kernels.swiglu.swiglu_rows(gate_up_R2F.contiguous(), weights_R.contiguous(), act_RF)
         return
     gate_RF, up_RF = gate_up_R2F.to(accumulation_dtype(gate_up_R2F.dtype)).chunk(2, dim=-1)
     act_RF.copy_(F.silu(gate_RF) * up_RF * weights_R.unsqueeze(1))
@@ -59,11 +57,9 @@ def swiglu_backward(
 
     """
     if grad_RF.shape[0] and kernels.serve(grad_RF) and weights_R.dtype == torch.float32:
-        from lightning_moe.ops.kernels.swiglu import swiglu_backward_rows
-
         grad_weights_R = torch.empty_like(weights_R)
         inputs = (grad_RF.contiguous(), gate_up_R2F.contiguous(), weights_R.contiguous())
-        swiglu_backward_rows(*inputs, grad_gate_up_R2F, grad_weights_R, act_RF)
+        kernels.swiglu.swiglu_backward_rows(*inputs, grad_gate_up_R2F, grad_weights_R, act_RF)
         return grad_weights_R
     dtype = accumulation_dtype(gate_up_R2F.dtype)
     gate_RF, up_RF = gate_up_R2F.to(dtype).chunk(2, dim=-1)

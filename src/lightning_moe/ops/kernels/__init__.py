@@ -1,15 +1,21 @@
 """The operations as Triton kernels, for tensors on a GPU. Each one's torch reference is the public function in ``ops``.
 
-Importing this package needs no Triton; importing its modules does.
+Importing this package needs no Triton; its modules are there once :func:`have_triton` has found it.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.util
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from lightning_moe.ops.kernels import grouped_mm, routing, rows, swiglu, weight_gradient
+
+    __all__ = ["grouped_mm", "routing", "rows", "swiglu", "weight_gradient"]
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int32, torch.int64)
 
@@ -22,4 +28,8 @@ def serve(*rows: Tensor) -> bool:
 @functools.cache
 def have_triton() -> bool:
     """Whether Triton is installed."""
-    return importlib.util.find_spec("triton") is not None
+    if importlib.util.find_spec("triton") is None:
+        return False
+    for name in ("grouped_mm", "routing", "rows", "swiglu", "weight_gradient"):
+        importlib.import_module(f"{__name__}.{name}")  # here, since an import before each launch takes the host's time
+    return True

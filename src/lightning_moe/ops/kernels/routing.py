@@ -89,14 +89,14 @@ def sort_slots(
     num_blocks, bins = blocks(num_slots, SLOTS), power_of_2(num_local + 1)
     span = blocks(num_blocks, SPANS)
     num_spans = blocks(num_blocks, span)
-    before_Be = torch.empty(num_blocks, num_local, dtype=torch.int32, device=ids_NK.device)
-    starts_Se = torch.empty(num_spans, num_local, dtype=torch.int32, device=ids_NK.device)
+    # of each expert, how many slots are before each block in its span; then, where each span's rows start
+    starts_BSe = torch.empty(num_blocks + num_spans, num_local, dtype=torch.int32, device=ids_NK.device)
     meeting_place = _meeting_place(ids_NK.device, current_stream(ids_NK.device), 1)
     numbers = (num_slots, span, first_expert, num_local)
     constants = (copies_NK.shape[1], ids_NK.stride(0), SLOTS)
-    counted = (ids_NK, meeting_place, before_Be, starts_Se, ends_e)
+    counted = (ids_NK, meeting_place, starts_BSe, ends_e)
     launch(_count_slots, (num_spans,), counted, numbers, (bins, max(CELLS // bins, 1), *constants))
-    placed = (ids_NK, weights_NK, before_Be, starts_Se, copies_NK, weights_R)
+    placed = (ids_NK, weights_NK, starts_BSe, copies_NK, weights_R)
     launch(_place_slots, (num_blocks,), placed, numbers, (weights_NK.stride(0), *constants))
 
 
@@ -230,7 +230,6 @@ def _count_slots(
     ids_ptr,
     done_ptr,
     before_ptr,
-    starts_ptr,
     expert_ends_ptr,
     num_slots,
     span,
@@ -249,8 +248,9 @@ def _count_slots(
     bins, num_spans = tl.arange(0, BINS), tl.num_programs(0)
     there = bins < num_local
     counts = tl.zeros((BINS,), tl.int32)
-    first_block = tl.program_id(0) * span
-    for block in range(first_block, tl.minimum(first_block + span, tl.cdiv(num_slots, BLOCK))):
+    num_blocks, first_block = tl.cdiv(num_slots, BLOCK), tl.program_id(0) * span
+    starts_ptr = before_ptr + num_blocks * num_local
+    for block in range(first_block, tl.minimum(first_block + span, num_blocks)):
         tl.store(before_ptr + block * num_local + bins, counts, mask=there)
         _, experts = _load_experts(ids_ptr, block, num_slots, first_expert, num_local, TOP_K, STRIDE, BLOCK)
         counts += tl.histogram(experts, BINS)
@@ -286,7 +286,6 @@ def _place_slots(
     ids_ptr,
     weights_ptr,
     before_ptr,
-    starts_ptr,
     copies_ptr,
     sorted_weights_ptr,
     num_slots,
@@ -301,8 +300,8 @@ def _place_slots(
     block, index = tl.program_id(0), tl.arange(0, BLOCK)
     slots, experts = _load_experts(ids_ptr, block, num_slots, first_expert, num_local, TOP_K, STRIDE, BLOCK)
     here = experts < num_local
-    start = tl.load(starts_ptr + block // span * num_local + experts, mask=here, other=0)
-    start += tl.load(before_ptr + block * num_local + experts, mask=here, other=0)
+    start = tl.load(before_ptr + block * num_local + experts, mask=here, other=0)
+    start += tl.load(before_ptr + (tl.num_programs(0) + block // span) * num_local + experts, mask=here, other=0)
     earlier = (index[None, :] < index[:, None]) & (experts[None, :] == experts[:, None])
     place = start + tl.sum(earlier.to(tl.int32), 1)
     tl.store(copies_ptr + slots, tl.where(here, place, -1), mask=slots < num_slots)
