@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import subprocess
 import sys
@@ -57,6 +58,21 @@ def test_it_measures_every_case_beside_the_floor(tmp_path):
         assert row["tflops"] == pytest.approx(passes * 6 * 64 * 2 * 32 * 48 / row["ms"] / 1e9)
     assert {"device", "torch", "commit"} <= result["environment"].keys()
     assert done.stdout.count("all_to_all") >= 6
+
+
+def test_a_trace_is_of_one_call(tmp_path):
+    """Of each case and rank, whole, without the call before that started the profiler."""
+    options = ["--shape", "toy", "--device", "cpu", "--chunks", "2", "--modes", "none", "--repeats", "1"]
+    command = [sys.executable, "-m", "lightning_moe.bench", "op", *options, "--trace", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(list(tmp_path.glob("trace-*.json.gz"))) == 8
+    for rank in range(2):
+        for name in ("forward-none-floor-n1", "both-none-auto-n2"):
+            with gzip.open(tmp_path / f"trace-toy-balanced-op-{name}-rank{rank}.json.gz") as file:
+                events = [event.get("name") for event in json.load(file)["traceEvents"]]
+            assert events.count("_ChunkedExperts") == events.count("_ChunkedExpertsBackward") == name.count("both")
+            assert any("mm" in event for event in events if event)
 
 
 @pytest.mark.parametrize(

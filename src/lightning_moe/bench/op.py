@@ -295,9 +295,10 @@ def _memory(setup: _Setup, case: Case) -> dict[str, float]:
 
 
 def _trace(setup: _Setup, case: Case, prefix: str) -> None:
-    with torch.profiler.profile() as profiler:
-        setup.call(case)
-        if setup.device.type == "cuda":
-            torch.cuda.synchronize()
+    # of the second call: in the first the profiler starts, on each rank at another time
+    with torch.profiler.profile(schedule=torch.profiler.schedule(wait=0, warmup=1, active=1)) as profiler:
+        _milliseconds(setup, case)
+        profiler.step()
+        _milliseconds(setup, case)
     name = "-".join(str(case).split()).replace("=", "")
     profiler.export_chrome_trace(f"{prefix}-{name}-rank{dist.get_rank()}.json.gz")
