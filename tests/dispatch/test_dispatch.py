@@ -294,6 +294,20 @@ def test_no_signal_is_lost_where_an_outbox_is_made_behind_queued_work():
     run(check_new_outbox_beside_queued_work, 2, device="cuda", timeout=60)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.int32])
+def test_ids_may_be_any_integers_and_lie_in_any_order(dtype):
+    (ids,), top_k, num_experts, _ = everyones_ids(7, 1)
+    ids_TK = torch.tensor(ids).view(-1, top_k).clamp(min=0)
+    weights_TK = torch.rand(ids_TK.shape, generator=torch.Generator().manual_seed(0))
+    (expected,) = LocalDispatcher().plan(ids_TK, weights_TK, num_experts, 1)
+    across_TK = ids_TK.to(dtype).t().contiguous().t()
+    (plan,) = LocalDispatcher().plan(across_TK, weights_TK, num_experts, 1)
+    assert torch.equal(plan.order.by_expert.copies_MJ, expected.order.by_expert.copies_MJ)
+    assert torch.equal(plan.order.weights_R, expected.order.weights_R)
+    assert plan.ids_TK.is_contiguous()
+    assert plan.num_sorted == expected.num_sorted == ids_TK.numel() > 0
+
+
 @pytest.mark.parametrize("num_chunks", [1, 2, 5])
 def test_local_dispatcher_moves_nothing(num_chunks):
     """Rows are the tokens themselves, there and back."""

@@ -9,6 +9,7 @@ import importlib.util
 import itertools
 import os
 import random
+from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
@@ -279,9 +280,11 @@ def test_slots_are_sorted_as_by_the_reference(num_rows, num_local, num_ranks, to
             assert (roomy_R[len(weights_R) :] == 77.0).all()
 
 
-def test_a_program_may_count_several_blocks(kernels, monkeypatch):
-    """Since one program adds up what all of them counted, there are no more than it can look at."""
-    monkeypatch.setattr(kernels.routing, "SPANS", 3)
+@pytest.mark.parametrize("cells", [4096, 32])
+def test_a_program_may_count_several_blocks(cells, kernels, monkeypatch):
+    """Since one program adds up what all of them counted; it may look at a few of them at a time."""
+    monkeypatch.setattr(kernels.routing, "MOST_SPANS", 3 if cells > 32 else 20)
+    monkeypatch.setattr(kernels.routing, "CELLS", cells)
     for num_rows in (48, 49, 300):
         ids_NK, weights_NK = random_ids(num_rows, 12, 8, missing=0.1), draw(num_rows, 8)
         expected = tensors_of(sorted_order(ids_NK, weights_NK, 4, 5))
@@ -289,6 +292,21 @@ def test_a_program_may_count_several_blocks(kernels, monkeypatch):
         kernels.routing.sort_slots(ids_NK.to(DEVICE), weights_NK.to(DEVICE), 4, *actual)
         for one, other in zip(actual, expected, strict=True):
             assert torch.equal(one.cpu(), other)
+
+
+def test_a_descriptor_is_what_tritons_own_constructor_makes(kernels):
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    from lightning_moe.ops.kernels.descriptors import tiles
+
+    tensor = draw(4, 16, 32).to(DEVICE)
+    made = tiles(tensor, [1, 8, 16])
+    theirs = TensorDescriptor.from_tensor(tensor, [1, 8, 16])
+    names = [field.name for field in fields(TensorDescriptor) if field.name != "base"]
+    assert made.base is theirs.base
+    assert [list(x) if isinstance(x, tuple) else x for x in (getattr(made, name) for name in names)] == [
+        list(x) if isinstance(x, tuple | torch.Size) else x for x in (getattr(theirs, name) for name in names)
+    ]
 
 
 def test_no_slot_may_be_of_this_rank(kernels):

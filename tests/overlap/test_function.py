@@ -9,7 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from helpers.devices import DEVICES
 from lightning_moe.dispatch import LocalDispatcher
 from lightning_moe.layers import GroupedExperts
-from lightning_moe.overlap import chunked_experts, primitives, weight_gradients
+from lightning_moe.overlap import chunked_experts, function, primitives, weight_gradients
 from lightning_moe.overlap.gradient_sums import GradientSum
 from lightning_moe.recompute.policy import ROUTED_MODES
 from overlap.dense import HIDDEN, NUM_EXPERTS, TOP_K, WIDTH, Case, dense, make_case
@@ -142,7 +142,7 @@ def test_saved_elements_are_those_of_the_formula(mode):
 @pytest.mark.parametrize("no_graph", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("mode", ROUTED_MODES)
 def test_without_a_graph_nothing_is_kept(mode, no_graph, monkeypatch):
-    kept_by_forward = []
+    kept_by_forward, watched = [], []
     forward = primitives.forward
 
     def spy(*args, **options):
@@ -151,12 +151,14 @@ def test_without_a_graph_nothing_is_kept(mode, no_graph, monkeypatch):
         return out_TH, kept
 
     monkeypatch.setattr(primitives, "forward", spy)
+    monkeypatch.setattr(function, "watchers", [lambda plans, kept: watched.append((len(plans), kept))])
     case = make_case(0, 7)
     inputs = leaves(case)
     with no_graph():
         out_TH = layer(inputs, case.ids_TK, mode)
     assert not out_TH.requires_grad
     assert kept_by_forward == [None] * 3
+    assert watched == [(3, [])] * 2
     torch.testing.assert_close(out_TH, dense(*inputs[:2], case.ids_TK, *inputs[2:]).detach(), rtol=1e-12, atol=1e-12)
 
 

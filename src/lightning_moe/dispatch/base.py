@@ -30,7 +30,7 @@ class Plan:
 
     Args:
         tokens: The tokens that its rows belong to, a part of the local batch.
-        ids_TK: Integer ``[T, K]``, the global experts of these tokens, ``-1`` for none: they travel with the tokens.
+        ids_TK: int32 or int64 ``[T, K]``, the global experts of these tokens, ``-1`` for none: they travel with the tokens.
         num_rows: N.
         experts: The global experts that this rank holds.
         num_sorted: R, the slots of the received rows that name one of them.
@@ -55,7 +55,7 @@ class Arriving(Protocol):
 
     @property
     def rows(self) -> Sequence[Tensor]:
-        """``[N, X]`` for each tensor that is dispatched; elements of a row lie side by side."""
+        """``[N, X]`` for each tensor that is dispatched, int32 for int64 perhaps; elements of a row lie side by side."""
 
 
 class Place(NamedTuple):
@@ -117,7 +117,8 @@ class Dispatcher(Protocol):
         """Agree with the other ranks on what goes where, for every chunk at once; the layer's one host sync.
 
         Args:
-            ids_TK: ``[T, K]`` integer, the global expert of each slot of the whole local batch; ``-1`` for none.
+            ids_TK: ``[T, K]`` integer, the global expert of each slot of the whole local batch; ``-1`` for none. They may not
+                change while the plans are in use, which need not copy them.
             weights_TK: ``[T, K]``, their routing weights, float32 (float64): those that the rows will be multiplied with, since
                 plans may hold them already.
             num_experts: E, over all ranks; divisible by the size of the group.

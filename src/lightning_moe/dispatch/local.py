@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_moe.dispatch.base import Arriving, HostCopy, Leaving, Place, Plan, check_plan, nothing
-from lightning_moe.ops.routing import Order, chunk_slices, count_needs, sort_by_expert
+from lightning_moe.ops.routing import Order, as_ids, chunk_slices, count_needs, sort_by_expert
 
 
 class LocalDispatcher:
@@ -26,7 +26,7 @@ class LocalDispatcher:
         meanwhile: Callable[[], None] = nothing,
     ) -> list[Plan]:
         check_plan(num_experts, num_chunks, self.size)
-        experts = range(num_experts)
+        ids_TK, experts = as_ids(ids_TK), range(num_experts)
         counts_C21 = torch.empty(num_chunks, 2, 1, dtype=torch.int64, device=ids_TK.device)
         count_needs(ids_TK, num_experts, counts_C21)
         counts = HostCopy(counts_C21)
@@ -57,7 +57,7 @@ def order_of_own(ids_TK: Tensor, weights_TK: Tensor, experts: range) -> Order:
     """The order of the tokens themselves by local expert, with more room than it may need: it waits for nothing.
 
     Args:
-        ids_TK: Integer ``[T, K]``, global experts.
+        ids_TK: int32 or int64 ``[T, K]``, global experts.
         weights_TK: ``[T, K]``.
         experts: The global experts that this rank holds.
 

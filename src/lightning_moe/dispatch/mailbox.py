@@ -86,7 +86,9 @@ class Mailbox:
         self._mine = self._all.view(2, self._size, WORDS)[:, self._rank].unbind()
 
     def blank(self, shape: Sequence[int], device: torch.device) -> Blank:
-        """Where this rank's next numbers are to be written: in the shared memory, if the device can.
+        """Where this rank's numbers of the next turn are to be written: in the shared memory, if the device can.
+
+        Whether or not they are told, the turn is over with that: what others may have read of it is not written again.
 
         Raises:
             TimeoutError: A rank's numbers did not come in an earlier call.
@@ -100,30 +102,27 @@ class Mailbox:
                 f"{list(shape)} counts are more than the {WORDS} that ranks can tell each other at once: use a smaller"
                 " `num_chunks`."
             )
-        mark = (self._turn + 1) * TURN
+        self._turn += 1
         if device.type == "cuda" and not self._may_write():
-            return Blank(torch.empty(*shape, dtype=torch.int64, device=device), mark)
-        return Blank(self._next(prod(shape)).view(*shape), mark)
+            return Blank(torch.empty(*shape, dtype=torch.int64, device=device), self._turn * TURN)
+        return Blank(self._mine[self._turn % 2][: prod(shape)].view(*shape), self._turn * TURN)
 
     def tell(self, blank: Blank) -> Letter:
-        """Tell all ranks' hosts some numbers, without waiting for anything.
+        """Tell all ranks' hosts some numbers.
+
+        It waits for nothing, but for the device where that cannot write to the shared memory.
 
         Args:
-            blank: From :meth:`blank`, of the same shape on every rank.
+            blank: The last one from :meth:`blank`, of the same shape on every rank.
 
         """
-        words = blank.words
+        words, turn = blank.words, blank.mark // TURN
         if words.is_cuda:
-            self._next(words.numel()).copy_(words.flatten(), non_blocking=True)
-        self._turn += 1
-        return Letter(self, self._turn, words.numel())
-
-    def _next(self, count: int) -> Tensor:
-        """This rank's words of the next turn."""
-        return self._mine[(self._turn + 1) % 2][:count]
+            self._mine[turn % 2][: words.numel()].copy_(words.flatten())
+        return Letter(self, turn, words.numel())
 
     def _may_write(self) -> bool:
-        """Whether devices may write to the memory while the host goes on."""
+        """Whether devices may write to the memory."""
         if self._registered is None:
             self._registered = _register(self, self._all)
         return self._registered

@@ -19,7 +19,7 @@ from lightning_moe.dispatch.base import Place, Plan, check_plan, nothing
 from lightning_moe.dispatch.local import order_of_own
 from lightning_moe.dispatch.schedule import schedule
 from lightning_moe.dispatch.transport import Teller, Traffic
-from lightning_moe.ops.routing import chunk_slices, count_needs, place_copies
+from lightning_moe.ops.routing import as_ids, chunk_slices, count_needs, place_copies
 from lightning_moe.ops.rows import RowMap
 
 
@@ -46,14 +46,15 @@ class Planner:
         meanwhile: Callable[[], None] = nothing,
     ) -> list[Plan]:
         check_plan(num_experts, num_chunks, self.size)
+        ids_TK = as_ids(ids_TK)
         chunks, num_units, num_travels = schedule(num_chunks, self.size)
         num_local, num_tokens = num_experts // self.size, ids_TK.shape[0]
         experts = range(self.rank * num_local, (self.rank + 1) * num_local)
         units = chunk_slices(num_tokens, num_units)
         tokens_of = [slice(units[chunk.units.start].start, units[chunk.units.stop - 1].stop) for chunk in chunks]
-        counts_U2P = self._teller.blank((num_units, 2, self.size), ids_TK.device)
-        count_needs(ids_TK, num_experts, *counts_U2P)
-        heard = self._teller.tell(counts_U2P)
+        blank = self._teller.blank((num_units, 2, self.size), ids_TK.device)
+        count_needs(ids_TK, num_experts, blank.words, blank.mark)
+        heard = self._teller.tell(blank)
         # the device sorts the first chunk's rows, if it has them, while the host waits
         first = tokens_of[0]
         order = None if chunks[0].peers else order_of_own(ids_TK[first], weights_TK[first], experts)

@@ -31,6 +31,11 @@ def chunk_slices(num_tokens: int, num_chunks: int) -> list[slice]:
     return [slice(start, stop) for start, stop in pairwise(bounds)]
 
 
+def as_ids(ids_TK: Tensor) -> Tensor:
+    """Ids ``[T, K]`` of any integer dtype as those below take them: int32 or int64, contiguous; no copy where they are."""
+    return (ids_TK if ids_TK.dtype in (torch.int32, torch.int64) else ids_TK.int()).contiguous()
+
+
 def count_needs(ids_TK: Tensor, num_experts: int, counts_C2P: Tensor, mark: int = 0) -> None:
     """Count, in each chunk, the tokens that need each of P ranks, and the slots that name an expert of each rank.
 
@@ -47,9 +52,11 @@ def count_needs(ids_TK: Tensor, num_experts: int, counts_C2P: Tensor, mark: int 
     if _serve(ids_TK):
         kernels.routing.count_ids(ids_TK, num_experts // num_ranks, counts_C2P, mark)
         return
-    for counts_2P, tokens in zip(counts_C2P, chunk_slices(ids_TK.shape[0], num_chunks), strict=True):
+    lines = []
+    for tokens in chunk_slices(ids_TK.shape[0], num_chunks):
         slots_tP = _slots_of_ranks(ids_TK[tokens], num_experts // num_ranks, num_ranks)
-        counts_2P.copy_(torch.stack([(slots_tP > 0).sum(0), slots_tP.sum(0)]) + mark)
+        lines += [(slots_tP > 0).sum(0), slots_tP.sum(0)]
+    counts_C2P.copy_(torch.stack(lines).view(counts_C2P.shape) + mark, non_blocking=True)
 
 
 def place_copies(ids_TK: Tensor, num_experts: int, num_ranks: int, rank: int, num_chunks: int) -> Tensor:

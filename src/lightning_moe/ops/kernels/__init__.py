@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from lightning_moe.ops.kernels import grouped_mm, routing, rows, swiglu, weight_gradient
-
-    __all__ = ["grouped_mm", "routing", "rows", "swiglu", "weight_gradient"]
+    from lightning_moe.ops.kernels import grouped_mm as grouped_mm
+    from lightning_moe.ops.kernels import routing as routing
+    from lightning_moe.ops.kernels import rows as rows
+    from lightning_moe.ops.kernels import swiglu as swiglu
+    from lightning_moe.ops.kernels import weight_gradient as weight_gradient
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int32, torch.int64)
 
@@ -27,7 +29,7 @@ def serve(*rows: Tensor) -> bool:
 
 @functools.cache
 def have_triton() -> bool:
-    """Whether Triton is installed."""
+    """Whether Triton is installed; if so, the modules of this package are imported."""
     if importlib.util.find_spec("triton") is None:
         return False
     for name in ("grouped_mm", "routing", "rows", "swiglu", "weight_gradient"):

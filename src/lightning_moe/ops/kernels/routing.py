@@ -1,8 +1,8 @@
 """Finding the places of rows: count each block's keys, add up what is before it, put every key where it belongs.
 
-Counting sorts, stable and deterministic: within a key, the order is kept. They are on the way to a layer's first matrix
-product, where the device waits for launches and not for memory. So there are few of them: the last program of a kernel to end
-does what would take another kernel.
+Counting sorts, stable and deterministic: within a key, the order is kept. Counting for the other ranks and sorting by expert
+come before a layer's first matrix product, where the device waits for launches and not for memory. So these take few: the
+last program of a kernel to end does what would take another kernel.
 
 Legend: T tokens, K experts a token, C chunks, P ranks, J of them peers, E experts, e of them here, N received rows, R rows
 sorted by expert.
@@ -21,8 +21,9 @@ from lightning_moe.ops.kernels.launch import blocks, current_stream, launch, pow
 
 TOKENS = 128  # of a program
 SLOTS = 128  # of a program; it compares each of them with each other
-SPANS = 128  # of blocks of slots, at most: one program adds up the counts of all of them
+MOST_SPANS = 128  # of blocks of slots: one program adds up the counts of all of them
 CELLS = 4096  # counts that it holds at a time
+MEETING = 1024  # numbers of a place to meet at least, so that kernels of one stream need not have one each
 
 
 def count_ids(ids_TK: Tensor, num_local: int, counts_C2P: Tensor, mark: int) -> None:
@@ -37,7 +38,8 @@ def count_ids(ids_TK: Tensor, num_local: int, counts_C2P: Tensor, mark: int) -> 
     """
     (num_tokens, top_k), (num_chunks, _, num_ranks) = ids_TK.shape, counts_C2P.shape
     num_blocks = blocks(blocks(num_tokens, num_chunks), TOKENS)
-    sums = _meeting_place(ids_TK.device, current_stream(ids_TK.device), num_chunks * (2 * num_ranks + 1))
+    num_sums = max(power_of_2(num_chunks * (2 * num_ranks + 1)), MEETING)
+    sums = _meeting_place(ids_TK.device, current_stream(ids_TK.device), num_sums)
     constants = (num_chunks, top_k, num_ranks, power_of_2(num_ranks), TOKENS)
     numbers = (num_tokens, num_local, mark >> 32)
     launch(_count_ids, (num_blocks, num_chunks), (ids_TK.contiguous(), sums, counts_C2P), numbers, constants)
@@ -45,7 +47,10 @@ def count_ids(ids_TK: Tensor, num_local: int, counts_C2P: Tensor, mark: int) -> 
 
 @functools.cache
 def _meeting_place(device: torch.device, stream: int, count: int) -> Tensor:
-    """int32 zeros in which the programs of a kernel meet; the last one leaves zeros for the next kernel of this stream."""
+    """int32 zeros in which the programs of a kernel meet; the last one leaves zeros for the next kernel of this stream.
+
+    It lives as long as the process.
+    """
     return torch.zeros(count, dtype=torch.int32, device=device)
 
 
@@ -87,11 +92,11 @@ def sort_slots(
     """
     num_slots, num_local = copies_NK.numel(), ends_e.shape[0]
     num_blocks, bins = blocks(num_slots, SLOTS), power_of_2(num_local + 1)
-    span = blocks(num_blocks, SPANS)
+    span = blocks(num_blocks, MOST_SPANS)
     num_spans = blocks(num_blocks, span)
     # of each expert, how many slots are before each block in its span; then, where each span's rows start
     starts_BSe = torch.empty(num_blocks + num_spans, num_local, dtype=torch.int32, device=ids_NK.device)
-    meeting_place = _meeting_place(ids_NK.device, current_stream(ids_NK.device), 1)
+    meeting_place = _meeting_place(ids_NK.device, current_stream(ids_NK.device), MEETING)
     numbers = (num_slots, span, first_expert, num_local)
     constants = (copies_NK.shape[1], ids_NK.stride(0), SLOTS)
     counted = (ids_NK, meeting_place, starts_BSe, ends_e)
@@ -143,11 +148,11 @@ def _count_ids(
     ranks = tl.arange(0, RANKS)
     there = ranks < NUM_RANKS
     slots = _slots_of_ranks(ids_ptr, tokens, stop, num_local, ranks, TOP_K)
-    needs_ptr = sums_ptr + tl.program_id(1) * (2 * NUM_RANKS + 1) + 1 + ranks
+    done_ptr = sums_ptr + tl.program_id(1) * (2 * NUM_RANKS + 1)
+    needs_ptr = done_ptr + 1 + ranks
     tl.atomic_add(needs_ptr, tl.sum((slots > 0).to(tl.int32), 0), mask=there, sem="relaxed")
     tl.atomic_add(needs_ptr + NUM_RANKS, tl.sum(slots, 0), mask=there, sem="relaxed")
     tl.debug_barrier()  # all threads have added before one of them says so
-    done_ptr = sums_ptr + tl.program_id(1) * (2 * NUM_RANKS + 1)
     if tl.atomic_add(done_ptr, 1, sem="acq_rel") == tl.num_programs(0) - 1:
         high = mark.to(tl.int64) << 32
         line_ptr = counts_ptr + tl.program_id(1) * (2 * NUM_RANKS) + ranks
@@ -236,7 +241,7 @@ def _count_slots(
     first_expert,
     num_local,
     BINS: tl.constexpr,
-    SPANS: tl.constexpr,
+    HELD: tl.constexpr,
     TOP_K: tl.constexpr,
     STRIDE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -259,22 +264,22 @@ def _count_slots(
     if tl.atomic_add(done_ptr, 1, sem="acq_rel") == num_spans - 1:
         tl.atomic_xchg(done_ptr, 0)
         totals = tl.zeros((BINS,), tl.int32)
-        for first in range(0, num_spans, SPANS):
-            _, some, _ = _counts_of_spans(starts_ptr, first, num_spans, num_local, bins, SPANS)
+        for first in range(0, num_spans, HELD):
+            _, some, _ = _counts_of_spans(starts_ptr, first, num_spans, num_local, bins, HELD)
             totals += tl.sum(some, 0)
         ends = tl.cumsum(totals, 0)
         tl.store(expert_ends_ptr + bins, ends, mask=there)
         starts = ends - totals
-        for first in range(0, num_spans, SPANS):
-            cells_ptr, some, inside = _counts_of_spans(starts_ptr, first, num_spans, num_local, bins, SPANS)
+        for first in range(0, num_spans, HELD):
+            cells_ptr, some, inside = _counts_of_spans(starts_ptr, first, num_spans, num_local, bins, HELD)
             tl.store(cells_ptr, starts[None, :] + tl.cumsum(some, 0) - some, mask=inside)
             starts += tl.sum(some, 0)
 
 
 @triton.jit
-def _counts_of_spans(counts_ptr, first, num_spans, num_local, bins, SPANS: tl.constexpr):
-    """Where those of some spans are, what they are, and which there are, all ``[SPANS, BINS]``."""
-    spans = first + tl.arange(0, SPANS)[:, None]
+def _counts_of_spans(counts_ptr, first, num_spans, num_local, bins, HELD: tl.constexpr):
+    """Where those of some spans are, what they are, and which there are, all ``[HELD, BINS]``."""
+    spans = first + tl.arange(0, HELD)[:, None]
     cells_ptr = counts_ptr + spans * num_local + bins[None, :]
     inside = (spans < num_spans) & (bins < num_local)[None, :]
     # other programs wrote them: not from this multiprocessor's own cache
