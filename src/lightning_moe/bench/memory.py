@@ -93,8 +93,8 @@ def formula_bytes(widths: Widths, policy: RecomputePolicy, itemsize: int) -> int
     In the model's dtype: the layer's input; the sum between its halves; the two norms' outputs; queries, keys, values and the
     attention's output; four times the shared experts' width; the routed experts' part, which stands at
     :class:`~lightning_moe.recompute.RecomputePolicy`. Under every policy, the routing: E probabilities (float32); of each of
-    the K slots its expert (int64), its weight (float32, in the order of tokens and of experts) and
-    the place of its row (int32); the sum of the weights. The inverse lengths of norms and attention's log-sum-exp are left out.
+    the K slots its expert (int64), its weight (float32, in the order of tokens and of experts) and the place of its row
+    (int32); the sum of the weights. The inverse lengths of norms and attention's log-sum-exp are left out.
 
     Args:
         widths: The model's.

@@ -41,7 +41,7 @@ class Teller(Protocol):
         """Where numbers of a device are to be written."""
 
     def tell(self, blank: Blank) -> Told:
-        """Send the numbers that the device writes to a blank; issues work that it does not wait for."""
+        """Send the numbers that the device writes to a blank; waits for nobody else."""
 
 
 class Transport(Protocol):

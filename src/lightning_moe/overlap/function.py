@@ -59,9 +59,8 @@ def chunked_experts(
     """
     tensors = (tokens_TH, weights_TK, gate_up_e2FH, down_eHF)
     if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
-        _tell_watchers(plans, [])
-        out_TH, _, _ = _forward(*tensors, dispatcher, plans, "full")  # no backward will come: keep nothing
-        _tell_watchers(plans, [])
+        out_TH, _, _ = _forward(*tensors[:2], tensors[2:], dispatcher, plans, "full")
+        _tell_watchers(plans, [])  # no backward will come: nothing is kept
         return out_TH
     options = (mode, weight_grad_scale, sums or (None, None))
     result: Tensor = _ChunkedExperts.apply(*tensors, dispatcher, plans, *options)  # type: ignore[no-untyped-call]
@@ -82,10 +81,10 @@ class _ChunkedExperts(torch.autograd.Function):
         weight_grad_scale: float,
         sums: tuple[GradientSum | None, GradientSum | None],
     ) -> Tensor:
-        _tell_watchers(plans, [])
-        out_TH, kept, local = _forward(tokens_TH, weights_TK, gate_up_e2FH, down_eHF, dispatcher, plans, mode)
+        matrices = (gate_up_e2FH, down_eHF)
+        out_TH, kept, local = _forward(tokens_TH, weights_TK, matrices, dispatcher, plans, mode)
         ctx.dispatcher, ctx.plans, ctx.weight_grad_scale, ctx.sums = dispatcher, plans, weight_grad_scale, sums
-        ctx.matrices = (gate_up_e2FH, down_eHF)
+        ctx.matrices = matrices
         ctx.restore, tensors = _flattened(kept)
         tensors = [tokens_TH if kept.rows_RH is None else None, *tensors]
         # of DTensors the parts: others' hooks for saved tensors may not know DTensors
@@ -122,15 +121,15 @@ class _ChunkedExperts(torch.autograd.Function):
 def _forward(
     tokens_TH: Tensor,
     weights_TK: Tensor,
-    gate_up_e2FH: Tensor,
-    down_eHF: Tensor,
+    matrices: Sequence[Tensor],
     dispatcher: Dispatcher,
     plans: Sequence[Plan],
     mode: RoutedMode,
-) -> tuple[Tensor, Kept, tuple[Tensor, Tensor]]:
-    """The output, what is kept, and the local parts of the matrices."""
-    local = local_part(gate_up_e2FH), local_part(down_eHF)
+) -> tuple[Tensor, Kept, list[Tensor]]:
+    """The output, what is kept, and the local parts of the matrices; watchers are told that it begins."""
+    local = [local_part(matrix) for matrix in matrices]
     experts = _converted(local, tokens_TH.dtype)
+    _tell_watchers(plans, [])
     with _without_autocast(tokens_TH.device.type):
         out_TH, kept = primitives.forward(dispatcher, plans, tokens_TH, weights_TK, experts, mode)
     return out_TH, kept, local
@@ -161,7 +160,7 @@ def _target(node: Any, dtype: torch.dtype, scale: float, held: GradientSum | Non
 
 
 def _converted(matrices: Sequence[Tensor], dtype: torch.dtype) -> Weights:
-    """Both in the dtype to compute in."""
+    """Both in the dtype to compute in; `to` is asked only where it has something to do, since the device waits meanwhile."""
     return Weights(*(matrix if matrix.dtype == dtype else matrix.to(dtype) for matrix in matrices))
 
 

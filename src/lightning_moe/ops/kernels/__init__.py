@@ -7,17 +7,9 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from lightning_moe.ops.kernels import grouped_mm as grouped_mm
-    from lightning_moe.ops.kernels import routing as routing
-    from lightning_moe.ops.kernels import rows as rows
-    from lightning_moe.ops.kernels import swiglu as swiglu
-    from lightning_moe.ops.kernels import weight_gradient as weight_gradient
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int32, torch.int64)
 
@@ -32,6 +24,7 @@ def have_triton() -> bool:
     """Whether Triton is installed; if so, the modules of this package are imported."""
     if importlib.util.find_spec("triton") is None:
         return False
-    for name in ("grouped_mm", "routing", "rows", "swiglu", "weight_gradient"):
-        importlib.import_module(f"{__name__}.{name}")  # here, since an import before each launch takes the host's time
+    # here, since an import before each launch takes the host's time
+    from lightning_moe.ops.kernels import grouped_mm, routing, rows, swiglu, weight_gradient  # noqa: F401
+
     return True

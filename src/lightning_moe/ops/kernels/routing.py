@@ -38,19 +38,22 @@ def count_ids(ids_TK: Tensor, num_local: int, counts_C2P: Tensor, mark: int) -> 
     """
     (num_tokens, top_k), (num_chunks, _, num_ranks) = ids_TK.shape, counts_C2P.shape
     num_blocks = blocks(blocks(num_tokens, num_chunks), TOKENS)
-    num_sums = max(power_of_2(num_chunks * (2 * num_ranks + 1)), MEETING)
-    sums = _meeting_place(ids_TK.device, current_stream(ids_TK.device), num_sums)
+    sums = _meeting_place(ids_TK.device, num_chunks * (2 * num_ranks + 1))
     constants = (num_chunks, top_k, num_ranks, power_of_2(num_ranks), TOKENS)
     numbers = (num_tokens, num_local, mark >> 32)
     launch(_count_ids, (num_blocks, num_chunks), (ids_TK.contiguous(), sums, counts_C2P), numbers, constants)
 
 
-@functools.cache
-def _meeting_place(device: torch.device, stream: int, count: int) -> Tensor:
-    """int32 zeros in which the programs of a kernel meet; the last one leaves zeros for the next kernel of this stream.
+def _meeting_place(device: torch.device, count: int) -> Tensor:
+    """So many int32 zeros, or more, in which the programs of a kernel meet.
 
-    It lives as long as the process.
+    They live as long as the process; the last program leaves zeros for the next kernel of this stream.
     """
+    return _zeros(device, current_stream(device), max(power_of_2(count), MEETING))
+
+
+@functools.cache
+def _zeros(device: torch.device, stream: int, count: int) -> Tensor:
     return torch.zeros(count, dtype=torch.int32, device=device)
 
 
@@ -96,10 +99,10 @@ def sort_slots(
     num_spans = blocks(num_blocks, span)
     # of each expert, how many slots are before each block in its span; then, where each span's rows start
     starts_BSe = torch.empty(num_blocks + num_spans, num_local, dtype=torch.int32, device=ids_NK.device)
-    meeting_place = _meeting_place(ids_NK.device, current_stream(ids_NK.device), MEETING)
+    done = _meeting_place(ids_NK.device, 1)
     numbers = (num_slots, span, first_expert, num_local)
     constants = (copies_NK.shape[1], ids_NK.stride(0), SLOTS)
-    counted = (ids_NK, meeting_place, starts_BSe, ends_e)
+    counted = (ids_NK, done, starts_BSe, ends_e)
     launch(_count_slots, (num_spans,), counted, numbers, (bins, max(CELLS // bins, 1), *constants))
     placed = (ids_NK, weights_NK, starts_BSe, copies_NK, weights_R)
     launch(_place_slots, (num_blocks,), placed, numbers, (weights_NK.stride(0), *constants))
